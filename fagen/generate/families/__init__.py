@@ -1,0 +1,37 @@
+"""The kernel families, in the order they are offered. A new family is one more line here."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from fagen.config import Config
+from fagen.errors import BadConfig
+from fagen.generate.families import flash, kv_outer, slim
+from fagen.generate.families.base import Family
+
+FAMILIES: dict[str, Family] = {
+    module.NAME: cast(Family, module) for module in (flash, kv_outer, slim)
+}
+
+
+def family_of(config: Config) -> Family:
+    """The module of a config's family. Raises BadConfig."""
+    return family_named(config.family)
+
+
+def family_named(name: str) -> Family:
+    if name not in FAMILIES:
+        raise BadConfig(f"Family {name!r} is unknown.", f"Use one of {', '.join(FAMILIES)}.")
+    return FAMILIES[name]
+
+
+def config_from_dict(plain: dict[str, Any]) -> Config:
+    """The inverse of `Config.to_dict`. A knob that is missing gets its default.
+
+    Raises BadConfig for a family or knob that this version does not know.
+    """
+    family = family_named(str(plain.get("family")))
+    try:
+        return Config(family.NAME, family.Knobs(**plain.get("knobs", {})))
+    except TypeError as error:
+        raise BadConfig(f"Config of {family.NAME} not understood: {error}.") from error

@@ -1,0 +1,84 @@
+"""What a kernel family declares. Each family is a module of this shape; there is no base class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
+from itertools import product
+from typing import Any, Protocol
+
+from fagen.generate.program import Entry, Sizes, Workspace
+from fagen.problem import Problem
+from fagen.target import Target
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """One rule that a config must keep. `reason` is the sentence shown when it is broken.
+
+    The reason may name knobs in braces, as in "BLOCK_M {block_m} needs 8 warps.".
+    """
+
+    name: str
+    reason: str
+    holds: Callable[[Problem, Target, Any], bool]
+
+
+class Family(Protocol):
+    """A module of `families/`."""
+
+    NAME: str
+    TEMPLATE: str  # file name under templates/
+    Knobs: type[Any]  # frozen dataclass; every field made by `knob`
+    CONSTRAINTS: tuple[Constraint, ...]
+
+    def why_unsupported(self, problem: Problem, target: Target) -> str | None:
+        """Why no config of this family fits, or None."""
+
+    def seeds(self, problem: Problem, target: Target) -> list[Any]:
+        """Knobs to try first; the first one is the family's default. May hold invalid ones."""
+
+    def context(self, problem: Problem, knobs: Any) -> dict[str, Any]:
+        """What the template sees besides header, name, problem and knobs."""
+
+    def entries(self, problem: Problem, knobs: Any, name: str) -> tuple[Entry, ...]:
+        """The kernels in launch order; `name` is the Program's."""
+
+    def grid(self, knobs: Any, entry: int, sizes: Sizes) -> tuple[int, int, int]:
+        """Launch grid of entry kernel number `entry`."""
+
+    def workspaces(self, knobs: Any, sizes: Sizes) -> tuple[Workspace, ...]:
+        """Scratch memory of one launch."""
+
+    def limits(self, knobs: Any) -> dict[str, int]:
+        """Sizes that the source is not right above; see Program.limits."""
+
+    def tile(self, knobs: Any) -> tuple[int, int]:
+        """(query rows, key rows) of a tile: what the gate's shapes and the model go by."""
+
+    def shared_bytes(self, problem: Problem, knobs: Any) -> int:
+        """Estimate of shared memory a block, from the tiles alone."""
+
+
+def knob(default: Any, choices: tuple[Any, ...], doc: str) -> Any:
+    """A field of a family's Knobs: its default, every value the search may try, what it trades."""
+    assert default in choices
+    return field(default=default, metadata={"choices": choices, "doc": doc})
+
+
+def every_choice(knobs_type: type[Any]) -> Iterator[Any]:
+    """Each combination of choices, valid or not, in the order of declaration."""
+    declared = fields(knobs_type)
+    for values in product(*(f.metadata["choices"] for f in declared)):
+        yield knobs_type(**{f.name: v for f, v in zip(declared, values, strict=True)})
+
+
+def why_invalid(family: Family, problem: Problem, target: Target, knobs: Any) -> str | None:
+    """The first broken rule as a sentence, or None. The one statement of validity."""
+    unsupported = family.why_unsupported(problem, target)
+    if unsupported is not None:
+        return unsupported
+    for rule in family.CONSTRAINTS:
+        if not rule.holds(problem, target, knobs):
+            return rule.reason.format_map({f.name: getattr(knobs, f.name) for f in fields(knobs)})
+    return None

@@ -1,0 +1,85 @@
+"""A Program: one generated module, its entry kernels, and how each is launched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from fagen.config import Config
+from fagen.problem import Problem
+
+
+class Sizes(NamedTuple):
+    """The sizes of one call, in elements. What grid rules and workspaces are computed from."""
+
+    batch: int
+    heads_q: int
+    heads_kv: int
+    seq_q: int
+    seq_kv: int
+    head_dim: int
+    head_dim_v: int
+
+    @classmethod
+    def of(cls, problem: Problem) -> Sizes:
+        s = problem.shape
+        return cls(s.batch, s.heads_q, s.heads_kv, s.seq_q, s.seq_kv, s.head_dim, s.head_dim_v)
+
+
+@dataclass(frozen=True)
+class Arg:
+    """One runtime argument of an entry kernel.
+
+    name: as in the generated signature; `run.kernel` knows the value of each name.
+    type: as Triton takes it: "*bf16", "i32", "i64", "fp32", "tensordesc<bf16[1,1,64,128]>".
+    divisible: what the value is a multiple of (pointers in bytes); 1 claims nothing.
+    """
+
+    name: str
+    type: str
+    divisible: int = 1
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One kernel of a Program: its function in the module, its arguments in order, its options."""
+
+    function: str
+    args: tuple[Arg, ...]
+    num_warps: int
+    num_stages: int
+    maxnreg: int | None = None
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Scratch memory that the entry kernels share. Contents are undefined before the first one."""
+
+    name: str
+    dtype: str
+    elements: int
+
+
+@dataclass(frozen=True)
+class Program:
+    """Generated, built, verified, timed and stored as one.
+
+    key: digest of the emitted source, name and header left out.
+    limits: the largest size, by the name of a field of Sizes, that the source is right for.
+    """
+
+    problem: Problem
+    config: Config
+    name: str
+    source: str
+    key: str
+    template_digest: str
+    entries: tuple[Entry, ...]
+    limits: dict[str, int] = field(default_factory=dict)
+
+    def why_too_large(self, sizes: Sizes) -> str | None:
+        """The size that this source is not right for, as a sentence."""
+        for name, most in self.limits.items():
+            if getattr(sizes, name) > most:
+                return f"{name} {getattr(sizes, name)} is above the {most} that {self.name} takes."
+        return None

@@ -1,0 +1,60 @@
+"""Every valid config of a problem on a target, each cut with its reason, before any compile."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from fagen.config import Config
+from fagen.generate.families import FAMILIES, base, family_of
+from fagen.problem import Problem
+from fagen.target import Target
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """`configs` in a fixed order; `seeds` are valid ones to try first, the default at the front.
+
+    `cuts` counts the combinations that were left out, by family and reason.
+    """
+
+    problem: Problem
+    target: Target
+    configs: tuple[Config, ...]
+    seeds: tuple[Config, ...]
+    cuts: dict[tuple[str, str], int]
+
+    @classmethod
+    def of(cls, problem: Problem, target: Target) -> SearchSpace:
+        configs: list[Config] = []
+        seeds: list[Config] = []
+        cuts: Counter[tuple[str, str]] = Counter()
+        for family in FAMILIES.values():
+            unsupported = family.why_unsupported(problem, target)
+            if unsupported is not None:
+                cuts[family.NAME, unsupported] += 1
+                continue
+            for knobs in base.every_choice(family.Knobs):
+                broken = _broken(family, problem, target, knobs)
+                if broken is None:
+                    configs.append(Config(family.NAME, knobs))
+                else:
+                    cuts[family.NAME, broken] += 1
+            for knobs in family.seeds(problem, target):
+                seed = Config(family.NAME, knobs)
+                if why_invalid(problem, target, seed) is None and seed not in seeds:
+                    seeds.append(seed)
+        return cls(problem, target, tuple(configs), tuple(seeds), dict(cuts))
+
+
+def _broken(family: base.Family, problem: Problem, target: Target, knobs: object) -> str | None:
+    # The reason without the knobs' values, so that cuts add up by rule.
+    for rule in family.CONSTRAINTS:
+        if not rule.holds(problem, target, knobs):
+            return rule.name
+    return None
+
+
+def why_invalid(problem: Problem, target: Target, config: Config) -> str | None:
+    """The first rule that a config breaks, as a sentence, or None."""
+    return base.why_invalid(family_of(config), problem, target, config.knobs)

@@ -1,0 +1,54 @@
+"""The modules that are kept in tests/golden: together they take every template branch."""
+
+from __future__ import annotations
+
+from fagen.config import Config
+from fagen.generate.families import flash, kv_outer, slim
+from fagen.generate.program import Program
+from fagen.generate.render import render
+from fagen.problem import Problem, make_problem
+
+
+def golden_programs() -> list[Program]:
+    return [render(problem, config) for problem, config in CASES]
+
+
+def _flash(**knobs: object) -> Config:
+    return Config("flash", flash.Knobs(**knobs))  # type: ignore[arg-type]
+
+
+def _kv_outer(**knobs: object) -> Config:
+    return Config("kv_outer", kv_outer.Knobs(**knobs))  # type: ignore[arg-type]
+
+
+def _slim(**knobs: object) -> Config:
+    return Config("slim", slim.Knobs(**knobs))  # type: ignore[arg-type]
+
+
+_FULL = make_problem(8192, 128)
+_CAUSAL = make_problem(8192, 128, causal=True)
+_ODD = make_problem(100, 80, seq_kv=70, dtype="fp16", causal=True, causal_align="bottom_right")
+_VALUES_PADDED = make_problem(200, 64, head_dim_v=40, dtype="fp32", layout="any", scale_sign="any")
+_STRIDED_CAUSAL = make_problem(
+    200,
+    72,
+    head_dim_v=64,
+    causal=True,
+    causal_align="bottom_right",
+    layout="any",
+    scale_sign="any",
+)
+
+CASES: list[tuple[Problem, Config]] = [
+    (_FULL, _flash(block_n=128, num_stages=2, loads="tma")),
+    (_CAUSAL, _flash(loads="tma", loop="rotate_p", mask="longest_first", order="heads_first")),
+    (_CAUSAL, _flash(loop="rotate_s", mask="every_tile", order="head_groups")),
+    (_CAUSAL, _flash(loop="rotate_p", mask="every_tile")),
+    (_ODD, _flash(block_m=64, num_warps=4, rescale_tau=8.0, rescale_skip="branch")),
+    (_VALUES_PADDED, _flash(block_m=64, block_n=32, num_stages=2)),
+    (_FULL, _kv_outer()),
+    (_STRIDED_CAUSAL, _kv_outer(q_tiles=4)),
+    (_ODD, _slim(block_n=32, row=128, loads="tma")),
+    (make_problem(256, 64), _slim()),
+    (_VALUES_PADDED, _slim(block_m=16, block_n=32)),
+]

@@ -1,0 +1,142 @@
+"""What every generated module keeps, and the text of some, read as text: no Triton, no device."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.meta
+import jinja2.nodes
+import pytest
+
+from fagen import settings
+from fagen.generate.families import FAMILIES, family_of
+from fagen.generate.program import Program
+from fagen.generate.render import environment, render
+from fagen.generate.space import SearchSpace
+from fagen.problem import Problem, make_problem
+from fagen.target import preset
+from golden_cases import CASES, golden_programs
+
+GOLDEN = Path(__file__).parent / "golden"
+
+PROBLEMS = [
+    make_problem(8192, 128),
+    make_problem(1000, 64, causal=True, dtype="fp16"),
+    make_problem(77, 80, seq_kv=300, causal=True, causal_align="bottom_right"),
+    make_problem(512, 192, head_dim_v=128, layout="any"),
+    make_problem(200, 40, dtype="fp32", scale_sign="any"),
+    make_problem(1, 256, seq_kv=5000, heads=32, kv_heads=8),
+]
+
+
+@pytest.mark.parametrize("program", golden_programs(), ids=lambda program: program.name)
+def test_generated_text_is_the_golden_one(program: Program, update_golden: bool):
+    path = GOLDEN / f"{program.name}.py"
+    if update_golden:
+        path.write_text(program.source)
+    assert path.read_text() == program.source
+
+
+def test_golden_folder_holds_nothing_else(update_golden: bool):
+    wanted = {f"{program.name}.py" for program in golden_programs()}
+    if update_golden:
+        for path in GOLDEN.glob("*.py"):
+            if path.name not in wanted:
+                path.unlink()
+    assert {path.name for path in GOLDEN.glob("*.py")} == wanted
+
+
+def test_golden_files_take_every_branch_of_every_template(monkeypatch: pytest.MonkeyPatch):
+    marking = Marking(**_like(environment()))
+    monkeypatch.setattr("fagen.generate.render.environment", lambda: marking)
+    text = "".join(program.source for program in golden_programs())
+    assert marking.branches
+    assert sorted(mark for mark in marking.branches if mark not in text) == []
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_every_valid_config_renders_a_module_that_keeps_its_promises(problem: Problem):
+    space = SearchSpace.of(problem, preset("h200"))
+    assert space.seeds
+    for config in [*space.seeds, *space.configs[::29]]:
+        program = render(problem, config)
+        assert "{{" not in program.source
+        assert "{%" not in program.source
+        functions = _functions(program.source)
+        for entry in program.entries:
+            arguments = functions[entry.function].args
+            fixed = len(arguments.args) - len(arguments.defaults)
+            assert [a.arg for a in arguments.args[:fixed]] == [a.name for a in entry.args]
+        assert program.name in functions
+        assert max(len(line) for line in program.source.splitlines()) <= 110
+
+
+def test_seeds_of_every_family_are_choices_of_its_knobs():
+    for problem in PROBLEMS:
+        space = SearchSpace.of(problem, preset("h200"))
+        assert set(space.seeds) <= set(space.configs)
+        assert {c.family for c in space.seeds} == {c.family for c in space.configs}
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_template_uses_only_the_documented_words(name: str):
+    family = FAMILIES[name]
+    text = (settings.template_dir() / family.TEMPLATE).read_text()
+    words = jinja2.meta.find_undeclared_variables(environment().parse(text))
+    problem, config = next(case for case in CASES if case[1].family == name)
+    shared = {"header", "name", "problem", "knobs", "tl_dtype", "precision"}
+    assert words <= shared | set(family.context(problem, config.knobs))
+
+
+def test_misspelt_word_names_itself_and_its_file(monkeypatch: pytest.MonkeyPatch):
+    problem, config = CASES[0]
+    family = family_of(config)
+    monkeypatch.setattr(family, "context", lambda problem, knobs: {})
+    with pytest.raises(jinja2.UndefinedError, match=r"is undefined"):
+        render(problem, config)
+
+
+def test_equal_input_gives_equal_bytes_and_other_knobs_another_name():
+    problem, config = CASES[0]
+    first, again = render(problem, config), render(problem, config)
+    assert first == again
+    names = {render(p, c).name for p, c in CASES}
+    assert len(names) == len(CASES)
+
+
+def test_key_ignores_name_header_and_sizes_that_the_source_does_not_hold():
+    config = CASES[0][1]
+    short, long = (render(make_problem(n, 128), config) for n in (512, 8192))
+    assert short.key == long.key
+    assert short.source == long.source
+    assert render(make_problem(512, 64), config).key != short.key
+
+
+def _functions(source: str) -> dict[str, ast.FunctionDef]:
+    return {n.name: n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)}
+
+
+class Marking(jinja2.Environment):
+    """Puts a mark into each branch of each {% if %}, so that the text says which were taken."""
+
+    branches: set[str]
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
+        tree = super()._parse(source, name, filename)
+        for node in tree.find_all(jinja2.nodes.If):
+            for kind, body in (("if", node.body), ("else", node.else_)):
+                if body:
+                    mark = f"<{name}:{node.lineno}:{kind}>"
+                    self.branches.add(mark)
+                    body.insert(0, jinja2.nodes.Output([jinja2.nodes.TemplateData(mark)]))
+                    body[0].set_lineno(node.lineno)
+        return tree
+
+
+def _like(plain: jinja2.Environment) -> dict[str, Any]:
+    names = ("loader", "undefined", "trim_blocks", "lstrip_blocks", "keep_trailing_newline")
+    Marking.branches = set()
+    return {name: getattr(plain, name) for name in names}
