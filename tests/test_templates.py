@@ -87,7 +87,7 @@ def test_template_uses_only_the_documented_words(name: str):
     text = (settings.template_dir() / family.TEMPLATE).read_text()
     words = jinja2.meta.find_undeclared_variables(environment().parse(text))
     problem, config = next(case for case in CASES if case[1].family == name)
-    shared = {"header", "name", "problem", "knobs", "tl_dtype", "precision"}
+    shared = {"header", "name", "problem", "knobs", "tl_dtype", "precision", "launch"}
     assert words <= shared | set(family.context(problem, config.knobs))
 
 
@@ -113,6 +113,13 @@ def test_key_ignores_name_header_and_sizes_that_the_source_does_not_hold():
     assert short.key == long.key
     assert short.source == long.source
     assert render(make_problem(512, 64), config).key != short.key
+
+
+def test_every_knob_is_in_the_key():
+    problem = make_problem(300, 64, causal=True, dtype="fp16")
+    space = SearchSpace.of(problem, preset("h200"))
+    keys = {render(problem, config).key for config in space.configs[::7]}
+    assert len(keys) == len(space.configs[::7])
 
 
 def _functions(source: str) -> dict[str, ast.FunctionDef]:

@@ -56,12 +56,11 @@ def compile_entry(program: Program, entry: Entry, target: Target) -> Any:
     from triton.backends.compiler import GPUTarget
 
     function = getattr(load_module(program), entry.function)
-    options = {"num_warps": entry.num_warps, "num_stages": entry.num_stages}
-    if entry.maxnreg is not None:
-        options["maxnreg"] = entry.maxnreg
     try:
         return triton.compile(
-            _source(function, entry), target=GPUTarget("cuda", target.arch, 32), options=options
+            _source(function, entry),
+            target=GPUTarget("cuda", target.arch, 32),
+            options=entry.options,
         )
     except Exception as error:  # the compiler raises many kinds: each costs this candidate alone
         raise BuildFailed(_reason(error, entry), _status(error)) from error

@@ -50,6 +50,12 @@ class Entry:
     num_stages: int
     maxnreg: int | None = None
 
+    @property
+    def options(self) -> dict[str, int]:
+        """What Triton takes besides the arguments."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return options if self.maxnreg is None else {**options, "maxnreg": self.maxnreg}
+
 
 @dataclass(frozen=True)
 class Workspace:
@@ -64,7 +70,8 @@ class Workspace:
 class Program:
     """Generated, built, verified, timed and stored as one.
 
-    key: digest of the emitted source, name and header left out.
+    key: digest of the emitted source, name and header left out. The text names each kernel's
+    launch options, so they are in it.
     limits: the largest size, by the name of a field of Sizes, that the source is right for.
     """
 

@@ -61,6 +61,8 @@ def render(problem: Problem, config: Config, triton_minor: tuple[int, int] = (3,
 
 def _context(problem: Problem, config: Config, triton_minor: tuple[int, int]) -> dict[str, Any]:
     dtype = problem.shape.dtype
+    family = family_of(config)
+    entries = family.entries(problem, config.knobs, _NAMELESS)
     types = {"bf16": "tl.bfloat16", "fp16": "tl.float16", "fp32": "tl.float32"}
     return {
         "problem": problem,
@@ -69,7 +71,8 @@ def _context(problem: Problem, config: Config, triton_minor: tuple[int, int]) ->
         "tl_dtype": types[dtype],
         # The default of tl.dot is tf32 for fp32 operands, which fails the gate.
         "precision": ', input_precision="ieee"' if dtype == "fp32" else "",
-        **family_of(config).context(problem, config.knobs),
+        "launch": [", ".join(f"{k}={v}" for k, v in e.options.items()) for e in entries],
+        **family.context(problem, config.knobs),
     }
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fagen.errors import BadInput, NoDevice
 from fagen.generate.build import compile_entry, load_module
 from fagen.generate.families import family_of
-from fagen.generate.program import Arg, Entry, Program, Sizes
+from fagen.generate.program import Arg, Entry, Program, Sizes, Workspace
 from fagen.target import Target
 
 if TYPE_CHECKING:
@@ -27,6 +27,16 @@ class Runner:
         self._family = family_of(program.config)
         self._kernels = kernels
 
+    def launch_poisoned(
+        self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float
+    ) -> None:
+        """`launch` with NaN in its scratch memory: what the gate runs.
+
+        Fresh memory often still holds what an earlier launch of the same kernel left there, and
+        a kernel that forgets to write its state would be right by luck.
+        """
+        self._launch(q, k, v, o, lse, scale, poisoned=True)
+
     def launch(
         self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float
     ) -> None:
@@ -35,6 +45,19 @@ class Runner:
         q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv) of the program's dtype, head sizes
         and layout class; zero sizes are legal. Raises BadInput for a size above program.limits.
         """
+        self._launch(q, k, v, o, lse, scale, poisoned=False)
+
+    def _launch(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        scale: float,
+        *,
+        poisoned: bool,
+    ) -> None:
         sizes = _sizes(q, k, v)
         if o.numel() == 0 and lse.numel() == 0:
             return
@@ -48,7 +71,7 @@ class Runner:
         knobs = self.program.config.knobs
         values = _values(q, k, v, o, lse, scale, sizes)
         for space in self._family.workspaces(knobs, sizes):
-            values[space.name] = _scratch(space.elements, space.dtype, self.device)
+            values[space.name] = _scratch(space, self.device, poisoned=poisoned)
         for number, (entry, kernel) in enumerate(
             zip(self.program.entries, self._kernels, strict=True)
         ):
@@ -143,8 +166,9 @@ def _descriptor(tensor: Tensor, arg: Arg) -> Any:
     )
 
 
-def _scratch(elements: int, dtype: str, device: torch.device) -> Tensor:
+def _scratch(space: Workspace, device: torch.device, *, poisoned: bool) -> Tensor:
     import torch
 
-    types = {"fp32": torch.float32, "i32": torch.int32}
-    return torch.empty(elements, dtype=types[dtype], device=device)
+    types = {"fp32": torch.float32}
+    memory = torch.empty(space.elements, dtype=types[space.dtype], device=device)
+    return memory.fill_(float("nan")) if poisoned else memory

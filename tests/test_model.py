@@ -1,0 +1,121 @@
+"""The analytic model: directions that the hardware fixes, and ranks seen on one H200."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fagen.config import Config
+from fagen.generate.families import FAMILIES
+from fagen.generate.model import LAUNCH_US, predict_us
+from fagen.generate.space import SearchSpace
+from fagen.outcome import Built, KernelFacts
+from fagen.problem import Problem, make_problem
+from fagen.target import Target, preset
+
+H200 = preset("h200")
+FULL = make_problem(8192, 128)
+CAUSAL = make_problem(8192, 128, causal=True)
+BEST = {"block_m": 128, "block_n": 128, "num_warps": 8, "num_stages": 2, "loads": "tma"}
+
+
+def flash(**knobs: Any) -> Config:
+    return Config("flash", FAMILIES["flash"].Knobs(**{**BEST, **knobs}))
+
+
+def us(config: Config, problem: Problem = FULL, target: Target = H200, **facts: int) -> float:
+    return predict_us(problem, target, config, built(**facts) if facts else None)
+
+
+def built(shared_bytes: int = 164864, registers: int = 187, spill_bytes: int = 0) -> Built:
+    return Built("m.py", (KernelFacts("k", shared_bytes, registers, spill_bytes),))
+
+
+def test_the_best_plain_kernel_lands_near_its_measured_rate() -> None:
+    # Plain Triton with TMA, 128x128, 8 warps, D128 N16384 on one H200: 500 TFLOP/s.
+    tflops = FULL.flops / us(flash()) / 1e6
+    assert 350 < tflops < 600
+
+
+@pytest.mark.parametrize(
+    ("better", "worse"),
+    [
+        (flash(), flash(loads="pointer")),  # 1.1 to 1.3 times on sm_90
+        (flash(), flash(num_warps=4)),  # serialised wgmma
+        (flash(), flash(num_stages=1)),  # nothing is loaded ahead
+        (flash(), flash(block_m=64, num_warps=4)),  # twice the key traffic
+        (flash(mask="split"), flash(mask="every_tile")),
+        (flash(), flash(order="heads_first")),  # 16 heads' keys don't fit in L2
+        (flash(block_n=64, num_stages=3), flash(block_n=32, num_stages=3)),
+        (flash(), Config("kv_outer", FAMILIES["kv_outer"].Knobs())),
+    ],
+)
+def test_what_was_faster_on_the_device_is_predicted_faster(better: Config, worse: Config) -> None:
+    assert us(better) < us(worse)
+
+
+def test_causal_takes_about_half_and_longest_first_less_than_that_order_reversed() -> None:
+    first = us(flash(mask="longest_first"), CAUSAL)
+    assert 0.45 < first / us(flash()) < 0.65
+    assert first < us(flash(mask="split"), CAUSAL)
+
+
+def test_spills_and_lower_occupancy_cost_time() -> None:
+    clean = us(flash(), shared_bytes=164864, registers=187, spill_bytes=0)
+    assert us(flash(), shared_bytes=164864, registers=187, spill_bytes=800) > 1.02 * clean
+    small = {"block_m": 64, "block_n": 64, "num_warps": 4}
+    two = us(flash(**small), shared_bytes=80000, registers=128, spill_bytes=0)
+    assert us(flash(**small), shared_bytes=160000, registers=128, spill_bytes=0) > two
+
+
+def test_a_branch_pays_at_a_wide_head_and_not_at_a_narrow_one() -> None:
+    wide, narrow = make_problem(8192, 256, heads=8), make_problem(8192, 64, heads=32)
+    skip = {"rescale_tau": 8.0, "rescale_skip": "branch", "block_n": 64}
+    assert us(flash(**skip), wide) < us(flash(block_n=64), wide)
+    assert us(flash(**skip), narrow) > us(flash(block_n=64), narrow)
+
+
+def test_time_grows_with_the_work_and_falls_with_a_larger_card() -> None:
+    sizes = [us(flash(), make_problem(n, 128)) for n in (1024, 2048, 4096, 8192, 16384)]
+    assert sizes == sorted(sizes)
+    assert 3.5 < sizes[-1] / sizes[-2] < 4.5
+    half = replace(H200, sm_count=66, tensor_tflops=H200.tensor_tflops / 2)
+    assert 1.8 < us(flash(), target=half) / us(flash()) < 2.2
+    assert us(flash(loads="pointer"), target=preset("a100")) > us(flash(loads="pointer"))
+
+
+def test_kv_outer_pays_for_its_state_in_memory_traffic() -> None:
+    outer = Config("kv_outer", FAMILIES["kv_outer"].Knobs())
+    assert us(outer) > 3 * us(flash())
+
+
+@pytest.mark.parametrize("sizes", [(0, 128), (128, 0), (1, 1), (1, 300), (300, 1)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_any_size_has_a_positive_finite_time(sizes: tuple[int, int], causal: bool) -> None:
+    problem = make_problem(
+        sizes[0], 64, seq_kv=sizes[1], causal=causal, causal_align="bottom_right"
+    )
+    for family in FAMILIES.values():
+        for knobs in family.seeds(make_problem(512, 64), H200):
+            time_us = predict_us(problem, H200, Config(family.NAME, knobs), None)
+            assert LAUNCH_US <= time_us < 1e4
+
+
+@pytest.mark.parametrize("target", ["h100", "h200", "a100", "l40s", "rtx4090", "b200"])
+def test_every_family_is_ranked_on_every_target(target: str) -> None:
+    problem = make_problem(512, 80, dtype="fp32" if target == "a100" else "fp16")
+    space = SearchSpace.of(problem, preset(target))
+    assert space.configs
+    for config in space.configs[::97]:
+        assert 0 < predict_us(problem, preset(target), config, None) < 1e6
+
+
+def test_ranking_a_whole_space_takes_under_a_second() -> None:
+    configs = SearchSpace.of(CAUSAL, H200).configs
+    begun = time.perf_counter()
+    ranked = sorted(configs, key=lambda config: us(config, CAUSAL))
+    assert time.perf_counter() - begun < 3.0  # 0.1 s on an idle core
+    assert ranked[0].family == "flash"
