@@ -1,0 +1,241 @@
+"""Kernel time: CUDA-graph replays between two events, caches cold by a named policy, medians.
+
+`rotate`: launches walk through input sets that are together above twice the L2 cache, so each
+finds its own inputs evicted. One sample is one replay of a graph of many launches, divided by
+their number: no launch overhead, no gaps between launches. What fagen reports.
+
+`flush`: a write of twice the L2 cache before every launch, with an event pair around the launch
+alone. The write keeps the stream busy while the host queues the next launch, so no host gap is
+timed, but the pair itself adds one to two microseconds: compare only what was measured alike, and
+use it where the inputs are too large to hold several sets.
+
+A time that is NaN, infinite, zero or negative raises MeasureError; it is never a fast kernel.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from fagen.errors import MeasureError
+from fagen.outcome import Timing
+from fagen.problem import ITEM_BYTES, Problem
+from fagen.target import Target
+
+if TYPE_CHECKING:
+    import torch
+
+LaunchSet = Callable[[int], None]  # launches on input set number i
+Replay = Callable[[], float]  # runs a batch of launches, returns microseconds a launch
+
+MOST_LAUNCHES = 512  # in one graph: capturing costs about 20 us each
+GIVE_UP = 3.0
+MOST_SETS = 64
+
+
+@dataclass(frozen=True)
+class MeasurePolicy:
+    """How a time is taken. Its name stands beside every stored time; only equal ones compare.
+
+    warmup_ms: untimed replays before the first sample, so that clocks are steady. batch_ms: about
+    how long one sample takes. samples: how many of them.
+    """
+
+    l2: Literal["rotate", "flush"] = "rotate"
+    warmup_ms: float = 20.0
+    batch_ms: float = 8.0
+    samples: int = 9
+
+    @property
+    def name(self) -> str:
+        return f"graph-{self.l2}-w{self.warmup_ms:g}-b{self.batch_ms:g}-n{self.samples}"
+
+    def input_sets(self, problem: Problem, l2_bytes: int) -> int:
+        """How many input sets a launch must rotate over, outputs counted as part of a set."""
+        if self.l2 == "flush":
+            return 1
+        return min(MOST_SETS, max(2, 1 + 2 * l2_bytes // max(problem.io_bytes, 1)))
+
+
+class Clock(Protocol):
+    """What times batches. Tests bring their own."""
+
+    def batch(self, launch: LaunchSet, launches: int, sets: int) -> Replay:
+        """A repeatable batch of `launches`, over input sets 0 to sets - 1 in turn."""
+
+    def clock_mhz(self) -> int | None:
+        """The SM clock now, or None where nobody can tell."""
+
+
+def measure(
+    launch: LaunchSet,
+    policy: MeasurePolicy,
+    device: torch.device | str,
+    *,
+    sets: int = 1,
+    give_up_us: float | None = None,
+    clock: Clock | None = None,
+) -> Timing:
+    """The time of a launch. After a first sample above 3x give_up_us the rest is not taken."""
+    clock = clock or clock_of(device, policy)
+    replay, first_us = _sized_batch(launch, policy, sets, clock)
+    if give_up_us is not None and first_us > GIVE_UP * give_up_us:
+        return _timing([first_us], [clock.clock_mhz()], policy)
+    _warm(replay, first_us, policy)
+    samples, clocks = [], []
+    for _ in range(policy.samples):
+        samples.append(_checked(replay()))
+        clocks.append(clock.clock_mhz())
+        if give_up_us is not None and samples[0] > GIVE_UP * give_up_us:
+            break
+    return _timing(samples, clocks, policy)
+
+
+def race(
+    contestants: dict[str, LaunchSet],
+    policy: MeasurePolicy,
+    rounds: int,
+    *,
+    device: torch.device | str = "cuda",
+    sets: int = 1,
+    clock: Clock | None = None,
+    failed: dict[str, str] | None = None,
+) -> dict[str, Timing]:
+    """Contestants measured in turns, the order rotated by one each round, one sample a turn.
+
+    Drift of the card then meets all of them alike. One that raises is named in `failed` with its
+    reason and left out; without `failed` it raises.
+    """
+    clock = clock or clock_of(device, policy)
+    ready: dict[str, Replay] = {}
+    for name, launch in contestants.items():
+        try:
+            ready[name], first_us = _sized_batch(launch, policy, sets, clock)
+            _warm(ready[name], first_us, policy)
+        except (RuntimeError, MeasureError) as error:
+            if failed is None:
+                raise
+            ready.pop(name, None)
+            failed[name] = _one_line(error)
+    samples: dict[str, list[float]] = {name: [] for name in ready}
+    clocks: dict[str, list[int | None]] = {name: [] for name in ready}
+    names = list(ready)
+    for turn in range(rounds):
+        at = turn % max(len(names), 1)
+        for name in names[at:] + names[:at]:
+            ready[name]()  # untimed: the caches and clocks of the one before are not its own
+            samples[name].append(_checked(ready[name]()))
+            clocks[name].append(clock.clock_mhz())
+    return {name: _timing(samples[name], clocks[name], policy) for name in names if samples[name]}
+
+
+def impossible(
+    problem: Problem, target: Target, us: float, policy: MeasurePolicy | None = None
+) -> str | None:
+    """Why no kernel can be this fast, as a sentence, or None: then time or launch are wrong.
+
+    Bounds are generous: 1.15x the tensor peak, since cards boost above the datasheet's clock;
+    half of the least traffic, and with cold caches only, since an L2 is no strict LRU.
+    """
+    peak = target.tensor_tflops * (0.5 if problem.shape.dtype == "fp32" else 1.0)  # TF32
+    compute_us = problem.flops / (peak * 1.15e6)
+    if us < compute_us:
+        least = f"{compute_us:.3g} us that {problem.flops} flops take at 1.15x peak"
+        return f"{us:.3g} us is below the {least}."
+    if policy is not None:
+        memory_us = 0.5 * _least_bytes(problem) / (target.memory_gbps * 1e3)
+        if us < memory_us:
+            return f"{us:.3g} us is below the {memory_us:.3g} us that half of the traffic takes."
+    return None
+
+
+def clock_of(device: torch.device | str, policy: MeasurePolicy) -> Clock:
+    """The clock of a torch device: CUDA graphs on a GPU, wall time elsewhere."""
+    import torch
+
+    where = torch.device(device)
+    if where.type == "cuda":
+        from fagen.judge.graphs import CudaClock
+
+        return CudaClock(where, policy.l2)
+    return WallClock()
+
+
+class WallClock:
+    """Wall time of plain calls: for machines without a GPU, where no time is ever stored."""
+
+    def batch(self, launch: LaunchSet, launches: int, sets: int) -> Replay:
+        def replay() -> float:
+            start = time.perf_counter()
+            for i in range(launches):
+                launch(i % sets)
+            return (time.perf_counter() - start) * 1e6 / launches
+
+        return replay
+
+    def clock_mhz(self) -> int | None:
+        return None
+
+
+def sm_clock_mhz(index: int) -> int | None:
+    """The SM clock by NVML, or None without pynvml or the right to ask."""
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the old pynvml package warns at its import
+        try:
+            return int(torch.cuda.clock_rate(index))
+        except Exception:  # NVML's own error type can't be named without pynvml
+            return None
+
+
+def _sized_batch(
+    launch: LaunchSet, policy: MeasurePolicy, sets: int, clock: Clock
+) -> tuple[Replay, float]:
+    """A batch of about policy.batch_ms, a multiple of the sets long; and the time it goes by."""
+    short = clock.batch(launch, sets, sets)
+    short()
+    first_us = _checked(short())
+    wanted = math.ceil(policy.batch_ms * 1e3 / first_us / sets) * sets
+    most = max(MOST_LAUNCHES // sets, 1) * sets
+    launches = max(sets, min(wanted, most))
+    return (short if launches == sets else clock.batch(launch, launches, sets)), first_us
+
+
+def _warm(replay: Replay, first_us: float, policy: MeasurePolicy) -> None:
+    end = time.perf_counter() + policy.warmup_ms / 1e3
+    replay()
+    while time.perf_counter() < end:
+        replay()
+
+
+def _checked(us: float) -> float:
+    if not math.isfinite(us) or us <= 0:
+        raise MeasureError(f"A launch was timed at {us} us.", "That is a fault of the timing.")
+    return us
+
+
+def _timing(samples: list[float], clocks: list[int | None], policy: MeasurePolicy) -> Timing:
+    known = tuple(mhz for mhz in clocks if mhz is not None)
+    return Timing(tuple(samples), policy.name, known)
+
+
+def _least_bytes(problem: Problem) -> int:
+    """As Problem.io_bytes, without keys that no query sees and queries that see no key."""
+    s, item = problem.shape, ITEM_BYTES[problem.shape.dtype]
+    causal = problem.features.causal
+    keys = min(s.seq_kv, s.seq_q) if causal == "top_left" else s.seq_kv
+    queries = min(s.seq_q, s.seq_kv) if causal == "bottom_right" else s.seq_q
+    reads = s.batch * s.heads_kv * keys * (s.head_dim + s.head_dim_v)
+    reads += s.batch * s.heads_q * queries * s.head_dim
+    writes = s.batch * s.heads_q * s.seq_q * (s.head_dim_v * item + 4)
+    return (reads * item if problem.visible_pairs else 0) + writes
+
+
+def _one_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

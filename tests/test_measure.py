@@ -1,0 +1,174 @@
+"""Timing: what is sampled, in which order, which times are refused. A fake clock throughout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from fagen.errors import MeasureError
+from fagen.judge.measure import MeasurePolicy, WallClock, impossible, measure, race
+from fagen.problem import make_problem
+from fagen.target import PRESETS
+
+FAST = MeasurePolicy(warmup_ms=0.0, batch_ms=1.0, samples=5)
+H200 = PRESETS["h200"]
+
+
+class FakeClock:
+    """A launch says by itself how long it takes: the value it leaves in `us`."""
+
+    def __init__(self) -> None:
+        self.us = 0.0
+        self.batches: list[tuple[int, int]] = []
+        self.replays: list[str] = []
+
+    def batch(
+        self, launch: Callable[[int], None], launches: int, sets: int
+    ) -> Callable[[], float]:
+        self.batches.append((launches, sets))
+
+        def replay() -> float:
+            launch(0)
+            return self.us
+
+        return replay
+
+    def clock_mhz(self) -> int | None:
+        return 1980
+
+    def launch(self, name: str, *times: float) -> Callable[[int], None]:
+        left = list(times)
+
+        def run(_: int) -> None:
+            self.replays.append(name)
+            self.us = left.pop(0) if len(left) > 1 else left[0]
+
+        return run
+
+
+def test_samples_are_kept_raw_and_in_order() -> None:
+    clock = FakeClock()
+    # Two replays size the batch, one warms up; then the samples.
+    timing = measure(clock.launch("a", 50, 50, 50, 10, 12, 11, 30, 9), FAST, "cpu", clock=clock)
+    assert timing.samples_us == (10, 12, 11, 30, 9)
+    assert timing.median_us == 11
+    assert timing.policy == FAST.name
+    assert timing.clock_mhz == (1980,) * 5
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 0.0, -1.0])
+def test_a_time_that_cannot_be_is_an_error(bad: float) -> None:
+    clock = FakeClock()
+    with pytest.raises(MeasureError, match="timed at"):
+        measure(clock.launch("a", bad), FAST, "cpu", clock=clock)
+    with pytest.raises(MeasureError, match="timed at"):
+        measure(clock.launch("a", 5, 5, 5, 5, bad), FAST, "cpu", clock=clock)
+
+
+def test_a_slow_candidate_is_given_up_after_one_sample() -> None:
+    clock = FakeClock()
+    slow = measure(clock.launch("a", 301.0), FAST, "cpu", give_up_us=100.0, clock=clock)
+    assert slow.samples_us == (301.0,)
+    assert len(clock.replays) == 2
+    near = measure(clock.launch("b", 299.0), FAST, "cpu", give_up_us=100.0, clock=clock)
+    assert len(near.samples_us) == FAST.samples
+
+
+@pytest.mark.parametrize(
+    ("us", "sets", "launches"), [(10.0, 1, 100), (10.0, 7, 105), (5000.0, 4, 4), (0.1, 3, 510)]
+)
+def test_a_batch_is_long_enough_and_whole_rounds_of_the_sets(
+    us: float, sets: int, launches: int
+) -> None:
+    clock = FakeClock()
+    measure(clock.launch("a", us), FAST, "cpu", sets=sets, clock=clock)
+    assert clock.batches[-1] == (launches, sets)
+
+
+def test_a_race_takes_turns_and_rotates_the_order() -> None:
+    clock = FakeClock()
+    entries = {name: clock.launch(name, us) for name, us in (("a", 10), ("b", 20), ("c", 30))}
+    timings = race(entries, FAST, 4, clock=clock)
+    turns = clock.replays[-24:]  # each turn replays twice, the first time untimed
+    assert "".join(turns[::2]) == "abc" + "bca" + "cab" + "abc"
+    assert turns[::2] == turns[1::2]
+    assert {name: t.samples_us for name, t in timings.items()} == {
+        "a": (10,) * 4,
+        "b": (20,) * 4,
+        "c": (30,) * 4,
+    }
+
+
+def test_drift_meets_all_contestants_alike() -> None:
+    clock = FakeClock()
+    now = [0]
+
+    def drifting(us: float) -> Callable[[int], None]:
+        def run(_: int) -> None:
+            now[0] += 1
+            clock.us = us * (1 + now[0] / 100)
+
+        return run
+
+    timings = race({"a": drifting(100), "b": drifting(101)}, FAST, 8, clock=clock)
+    ratio = timings["b"].median_us / timings["a"].median_us
+    assert 0.99 < ratio < 1.03
+
+
+def test_a_contestant_that_raises_is_named_and_the_race_goes_on() -> None:
+    clock = FakeClock()
+
+    def broken(_: int) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    failed: dict[str, str] = {}
+    entries = {"x": broken, "a": clock.launch("a", 10), "n": clock.launch("n", float("nan"))}
+    timings = race(entries, FAST, 3, clock=clock, failed=failed)
+    assert set(timings) == {"a"}
+    assert failed["x"] == "RuntimeError: operation not permitted when stream is capturing"
+    assert failed["n"].startswith("MeasureError")
+    with pytest.raises(RuntimeError, match="capturing"):
+        race({"x": broken}, FAST, 3, clock=clock)
+
+
+def test_the_policy_name_says_all_that_changes_a_time() -> None:
+    changed = [
+        MeasurePolicy(),
+        MeasurePolicy(l2="flush"),
+        MeasurePolicy(warmup_ms=1),
+        MeasurePolicy(batch_ms=1),
+        MeasurePolicy(samples=1),
+    ]
+    assert len({policy.name for policy in changed}) == len(changed)
+
+
+@pytest.mark.parametrize(("seq", "least"), [(128, 32), (8192, 2), (65536, 2)])
+def test_rotated_inputs_are_more_than_twice_the_l2(seq: int, least: int) -> None:
+    problem = make_problem(seq, 128)
+    sets = MeasurePolicy().input_sets(problem, 60 << 20)
+    assert sets >= least
+    assert sets == 64 or sets * problem.io_bytes > 2 * (60 << 20)
+    assert MeasurePolicy(l2="flush").input_sets(problem, 60 << 20) == 1
+
+
+def test_times_that_beat_physics_are_named() -> None:
+    problem = make_problem(8192, 128)  # 550 GFLOP: 556 us at 989 TFLOP/s
+    assert impossible(problem, H200, 600.0) is None
+    assert impossible(problem, H200, 485.0) is None  # above the datasheet, within the boost
+    assert "flops" in str(impossible(problem, H200, 480.0))
+    short = make_problem(1, 128, seq_kv=65536, heads=32)  # 1.07 GB: 224 us at 4.8 TB/s
+    assert impossible(short, H200, 60.0) is None
+    assert "traffic" in str(impossible(short, H200, 60.0, MeasurePolicy()))
+    assert impossible(short, H200, 120.0, MeasurePolicy()) is None
+
+
+def test_keys_that_nobody_sees_need_not_be_read() -> None:
+    problem = make_problem(1, 128, seq_kv=65536, heads=32, causal=True)
+    assert impossible(problem, H200, 2.0, MeasurePolicy()) is None
+
+
+def test_wall_time_of_plain_calls_walks_through_the_sets() -> None:
+    seen: list[int] = []
+    assert WallClock().batch(seen.append, 5, 2)() > 0
+    assert seen == [0, 1, 0, 1, 0]
