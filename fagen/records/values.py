@@ -1,0 +1,124 @@
+"""What is read from the database: values of their own, apart from any row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from datetime import datetime
+
+    from fagen.config import Config
+    from fagen.outcome import Outcome, Status, Timing, Verdict
+    from fagen.problem import Problem
+    from fagen.target import Target, Toolchain
+
+
+class Staleness(StrEnum):
+    """What a record is worth to somebody: serve it, verify it first, or only start from it."""
+
+    EXACT = "exact"
+    OTHER_BUILD = "other_build"  # same device; another toolchain or another source by now
+    OTHER_DEVICE = "other_device"
+
+
+@dataclass(frozen=True)
+class Record:
+    """A stored trial. median_us is the interleaved one where the trial was a finalist.
+
+    A shipped record has trial_id 0.
+    """
+
+    trial_id: int
+    run_id: int
+    problem: Problem
+    target: Target
+    toolchain: Toolchain
+    outcome: Outcome
+    median_us: float | None
+    created: datetime
+    chosen: bool = False
+    quarantined: str = ""
+    shipped: bool = False
+
+    @property
+    def config(self) -> Config:
+        return self.outcome.config
+
+    @property
+    def status(self) -> Status:
+        return self.outcome.status
+
+    @property
+    def program_key(self) -> str:
+        return self.outcome.program_key
+
+    @property
+    def verdict(self) -> Verdict | None:
+        return self.outcome.verdict
+
+    @property
+    def predicted_us(self) -> float | None:
+        return self.outcome.predicted_us
+
+    @property
+    def device_key(self) -> str:
+        return self.target.device_key
+
+    @property
+    def toolchain_key(self) -> str:
+        return self.toolchain.key
+
+    def staleness(
+        self, target: Target, toolchain: Toolchain, program_key: str | None = None
+    ) -> Staleness:
+        """For this device and toolchain; program_key is what the config is rendered to now."""
+        if self.device_key != target.device_key:
+            return Staleness.OTHER_DEVICE
+        same_source = program_key is None or program_key == self.program_key
+        if same_source and self.toolchain_key == toolchain.key:
+            return Staleness.EXACT
+        return Staleness.OTHER_BUILD
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a run measures, judges and searches, and how much. trials None: no limit.
+
+    policy and exactness are names: of the timing policy, and of the gate's.
+    """
+
+    policy: str
+    exactness: str
+    strategy: str
+    seed: int
+    trials: int | None
+    timeout_s: float | None
+
+
+@dataclass(frozen=True)
+class Run:
+    """One tuning run. state: running, finished, or interrupted, also when its process is gone."""
+
+    run_id: int
+    problem: Problem
+    target: Target
+    toolchain: Toolchain
+    plan: Plan
+    started: datetime
+    ended: datetime | None
+    state: str
+    partial: bool
+    counts: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Final:
+    """A finalist (by program key) or a peer (by name); `reason` says why one has no timing."""
+
+    name: str
+    kind: str
+    timing: Timing | None
+    reason: str
+    chosen: bool

@@ -1,0 +1,1 @@
+"""Alembic's steps, run by `schema.migrate` without an ini file."""
