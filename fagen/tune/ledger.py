@@ -1,0 +1,104 @@
+"""What a tuning run asks of the database, and what it leaves there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Protocol
+
+from fagen import records
+from fagen.config import Config
+from fagen.outcome import Outcome, Status, Timing
+from fagen.problem import Problem
+from fagen.records import Record, Records
+from fagen.target import Target, Toolchain
+from fagen.tune.finale import Finale
+
+EXACTNESS = "fp64 truth, 2x baseline + 1e-5"
+STRATEGY = "seeds, coverage, tpe, polish"
+OTHER_DEVICE = 100.0  # further away than any size of the same device
+
+
+class Budget(Protocol):
+    """How long a run may take, as its row says it."""
+
+    @property
+    def policy_name(self) -> str: ...
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def trials(self) -> int: ...
+
+    @property
+    def timeout_s(self) -> float: ...
+
+
+class Ledger:
+    """One problem's rows on one device and toolchain. Each save is one finished transaction."""
+
+    def __init__(
+        self, rows: Records, problem: Problem, target: Target, toolchain: Toolchain
+    ) -> None:
+        self._records = rows
+        self._problem, self._target, self._toolchain = problem, target, toolchain
+        self._run = 0
+
+    def history(self, policy: str) -> list[Outcome]:
+        """The last outcome of each config of exactly this problem, oldest first."""
+        return self._records.history(self._problem, self._target, self._toolchain, policy=policy)
+
+    def incumbent(self) -> Config | None:
+        """The winner of an earlier race."""
+        best = self._records.best(self._problem, self._target, self._toolchain)
+        return best.config if best is not None and best.chosen else None
+
+    def neighbours(self) -> list[Config]:
+        """Winners of other sizes and devices, nearest first."""
+        known = self._records.candidates(self._problem.class_key)
+        timed = [r for r in known if r.status == Status.OK and r.problem != self._problem]
+        ranked = sorted(timed, key=lambda r: (self._distance(r), r.median_us or 0.0, r.config.key))
+        return list(dict.fromkeys(record.config for record in ranked))
+
+    def begin(self, budget: Budget) -> int:
+        """A new run's id."""
+        plan = records.Plan(
+            policy=budget.policy_name,
+            exactness=EXACTNESS,
+            strategy=STRATEGY,
+            seed=budget.seed,
+            trials=budget.trials,
+            timeout_s=budget.timeout_s,
+        )
+        self._run = self._records.begin_run(self._problem, self._target, self._toolchain, plan)
+        return self._run
+
+    def save(self, outcome: Outcome) -> int:
+        """A new trial's id."""
+        return self._records.save(self._run, outcome)
+
+    def reject(self, outcome: Outcome) -> None:
+        """A finalist that failed its last check: a row that says so, and no older one wins."""
+        for record in self._records.trials(problem=self._problem, status=Status.OK):
+            if record.program_key == outcome.program_key and not record.quarantined:
+                self._records.quarantine(record.trial_id, outcome.reason)
+        self.save(outcome)
+
+    def finish(self, finale: Finale, *, interrupted: bool) -> None:
+        """The race, and the end of the run."""
+        programs: Mapping[str, Timing] = {
+            f.name: f.timing for f in finale.finals if f.kind == "program"
+        }
+        peers = {f.name: f.timing for f in finale.finals if f.kind == "peer"}
+        chosen = next((f.name for f in finale.finals if f.chosen), None)
+        if programs or peers:
+            self._records.save_finals(
+                self._run, programs, peers=peers, missing=finale.missing, chosen=chosen
+            )
+        self._records.finish_run(self._run, interrupted=interrupted)
+
+    def _distance(self, record: Record) -> float:
+        sizes = zip(record.problem.bucket, self._problem.bucket, strict=True)
+        apart = sum(abs(math.log2(max(a, 1) / max(b, 1))) for a, b in sizes)
+        return apart + OTHER_DEVICE * (record.device_key != self._target.device_key)

@@ -1,0 +1,60 @@
+"""Compiling ahead: some build processes, each driven by a thread."""
+
+from __future__ import annotations
+
+import os
+import queue
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from fagen.errors import WorkerDied
+from fagen.generate.program import Program
+from fagen.outcome import Status
+from fagen.target import Target
+from fagen.tune.children import Child, JobFailed
+from fagen.tune.jobs import BuildJob, BuildReply
+
+MOST_BUILDERS = 16
+# A candidate compiles in 1.5-5 s on one core; 12 times that leaves room for a loaded machine.
+BUILD_LIMIT_S = 60.0
+
+
+def builder_count() -> int:
+    """One process a core that this process may use, at most MOST_BUILDERS."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, min(usable or 1, MOST_BUILDERS))
+
+
+class BuildPool:
+    """`submit` never raises for a candidate: a crash or a hang of the compiler costs one row."""
+
+    def __init__(self, target: Target, size: int, limit_s: float = BUILD_LIMIT_S) -> None:
+        self.size = size
+        self._target = target
+        self._limit_s = limit_s
+        self._threads = ThreadPoolExecutor(size, thread_name_prefix="fagen-build")
+        self._children = [Child("build") for _ in range(size)]
+        self._idle: queue.LifoQueue[Child] = queue.LifoQueue()  # the warm ones first
+        for child in self._children:
+            self._idle.put(child)
+
+    def submit(self, program: Program) -> Future[BuildReply]:
+        return self._threads.submit(self._build, program)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for child in self._children:
+            child.close()
+        self._threads.shutdown(wait=True)
+
+    def _build(self, program: Program) -> BuildReply:
+        child = self._idle.get()
+        try:
+            reply: BuildReply = child.call(BuildJob(program, self._target), self._limit_s)
+            return reply
+        except WorkerDied as died:
+            status = Status.TIMED_OUT if died.timed_out else Status.BUILD_ERROR
+            return BuildReply(None, status, died.message)
+        except JobFailed as failed:
+            return BuildReply(None, Status.BUILD_ERROR, str(failed))
+        finally:
+            self._idle.put(child)

@@ -1,0 +1,142 @@
+"""The tuner's side of its worker children: what survives when a candidate kills one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from fagen.errors import FagenError, WorkerDied
+from fagen.generate.program import Program
+from fagen.outcome import Status
+from fagen.problem import Problem
+from fagen.target import Target
+from fagen.tune.children import Child, JobFailed
+from fagen.tune.jobs import (
+    Confirm,
+    InterpretJob,
+    Prepare,
+    Race,
+    RaceReply,
+    Renderer,
+    Tried,
+    TryProgram,
+)
+
+PREPARE_LIMIT_S = 60.0  # CUDA's start and the timed inputs
+TRY_LIMIT_S = 30.0  # load, all checks and the timing: 1-3 s for a right and quick kernel
+FIRST_LIMIT_S = 90.0  # the first candidate of a process waits for inputs and truths to be made
+CONFIRM_LIMIT_S = 30.0
+LEAST_RACE_S = 20.0  # 21 rounds of ten contestants take 5 s
+
+
+class GpuWorker:
+    """Programs on one GPU, in a child that is replaced whenever a candidate spoils it."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._child = Child("gpu")
+        self._prepare: Prepare | None = None
+        self._prepared = 0  # the child's number when it was last prepared
+        self._warm = 0  # the child's number when a candidate last came through
+
+    def start(self) -> None:
+        """Start the process; otherwise the first job does."""
+        self._child.start()
+
+    def prepare(self, problem: Problem, target: Target, policy: Any) -> None:
+        self._prepare = Prepare(problem, target, policy, self._device)
+        self._ready()
+
+    def try_program(self, program: Program, seconds: float) -> Tried:
+        limit = TRY_LIMIT_S if self._warm == self._child.starts else FIRST_LIMIT_S
+        tried = self._tried(TryProgram(program), min(limit, seconds))
+        self._warm = self._child.starts
+        return tried
+
+    def race(self, programs: list[Program], rounds: int, seconds: float) -> RaceReply:
+        until = time.monotonic() + seconds
+        rejected: dict[str, Tried] = {}
+        for program in programs:
+            verdict = self._confirmed(program)
+            if verdict.status != Status.OK:
+                rejected[program.key] = verdict
+        entrants = tuple(p for p in programs if p.key not in rejected)
+        try:
+            reply: RaceReply = self._call(
+                Race(entrants, rounds), max(LEAST_RACE_S, until - time.monotonic())
+            )
+        except (WorkerDied, JobFailed) as error:
+            return RaceReply(rejected=rejected, note=f"No race: {error}")
+        return replace(reply, rejected={**reply.rejected, **rejected})
+
+    def close(self) -> None:
+        self._child.close()
+
+    def _confirmed(self, program: Program) -> Tried:
+        try:
+            return self._tried(Confirm(program), CONFIRM_LIMIT_S)
+        except WorkerDied as died:
+            status = Status.TIMED_OUT if died.timed_out else Status.CRASHED
+            return Tried(status, died.message)
+
+    def _tried(self, job: TryProgram | Confirm, seconds: float) -> Tried:
+        try:
+            tried: Tried = self._call(job, seconds)
+        except JobFailed as failed:
+            return Tried(Status.CRASHED, str(failed))
+        return tried
+
+    def _call(self, job: Any, seconds: float) -> Any:
+        self._ready()
+        return self._child.call(job, seconds)
+
+    def _ready(self) -> None:
+        """A new child knows nothing: give it the problem again."""
+        self._child.start()
+        if self._prepared == self._child.starts:
+            return
+        assert self._prepare is not None
+        try:
+            self._child.call(self._prepare, PREPARE_LIMIT_S)
+        except JobFailed as failed:
+            raise FagenError(f"The GPU can't be prepared for this shape: {failed}") from None
+        self._prepared = self._child.starts
+
+
+class InterpretWorker:
+    """Programs in Triton's interpreter: in fp16 or fp32, as its bf16 products are wrong."""
+
+    def __init__(self, render: Renderer) -> None:
+        self._render = render
+        self._child = Child("interpret")
+
+    def start(self) -> None:
+        """Start the process; otherwise the first job does."""
+        self._child.start()
+
+    def prepare(self, problem: Problem, target: Target, policy: Any) -> None:
+        self._target = target
+        self._problem = interpretable(problem)
+
+    def try_program(self, program: Program, seconds: float) -> Tried:
+        twin = self._render(self._problem, program.config)
+        try:
+            tried: Tried = self._child.call(InterpretJob(twin, self._target), seconds)
+        except JobFailed as failed:
+            return Tried(Status.PREDICTED, f"unverified, the interpreter can't run it: {failed}")
+        return tried
+
+    def race(self, programs: Sequence[Program], rounds: int, seconds: float) -> RaceReply:
+        return RaceReply(note="Nothing was timed: there is no GPU.")
+
+    def close(self) -> None:
+        self._child.close()
+
+
+def interpretable(problem: Problem) -> Problem:
+    """The same problem in a dtype that the interpreter computes right."""
+    if problem.shape.dtype != "bf16":
+        return problem
+    return replace(problem, shape=replace(problem.shape, dtype="fp16"))

@@ -1,0 +1,131 @@
+"""What a tuning run found, and the rule that picks its winner."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Literal
+
+from fagen.config import Config
+from fagen.outcome import Outcome, Status, Timing
+from fagen.problem import Problem
+from fagen.target import Target
+
+State = Literal["finished", "exhausted", "time_up", "interrupted"]
+
+# Finalists closer than this are the same: repeated races of one kernel against itself on an H200
+# differ by less, and a fixed rule among them gives the same winner in every run.
+NOISE = 0.01
+
+
+@dataclass(frozen=True)
+class Final:
+    """A program or a peer in the race. `outcome` is None for a peer."""
+
+    name: str
+    kind: Literal["program", "peer"]
+    timing: Timing
+    outcome: Outcome | None = None
+    chosen: bool = False
+
+
+@dataclass(frozen=True)
+class TuneResult:
+    """winner: verified, and timed if `timed`; None only in a run that was interrupted early.
+
+    tried: candidates of this key so far, earlier runs included. counts: of this run, by status.
+    missing: peers that can't run here, with the reason. note: why there was no race.
+    """
+
+    problem: Problem
+    target: Target
+    run_id: int
+    state: State
+    timed: bool
+    winner: Outcome | None
+    default: Config
+    tried: int
+    space: int
+    counts: dict[Status, int]
+    seconds: float
+    finals: tuple[Final, ...] = ()
+    missing: dict[str, str] = field(default_factory=dict)
+    note: str = ""
+
+    @property
+    def partial(self) -> bool:
+        return self.state == "interrupted"
+
+    @property
+    def winner_us(self) -> float | None:
+        """From the race where there was one, else the single pass, else the prediction."""
+        if self.winner is None:
+            return None
+        raced = [f.timing.median_us for f in self.finals if f.chosen]
+        if raced:
+            return raced[0]
+        return self.winner.median_us if self.timed else self.winner.predicted_us
+
+    @property
+    def default_us(self) -> float | None:
+        """The default config's time in the race."""
+        for final in self.finals:
+            if final.outcome is not None and final.outcome.config == self.default:
+                return final.timing.median_us
+        return None
+
+
+def is_time(value_us: float | None) -> bool:
+    """NaN, infinity, zero and negative times are failures, not fast kernels."""
+    return value_us is not None and math.isfinite(value_us) and value_us > 0
+
+
+def value_of(outcome: Outcome, *, timed: bool) -> float | None:
+    """What the search minimises; None for a failure."""
+    if timed:
+        return outcome.median_us if outcome.status == Status.OK else None
+    return outcome.predicted_us if outcome.status in (Status.PREDICTED, Status.OK) else None
+
+
+def finalists(
+    outcomes: Sequence[Outcome], default: Config, incumbent: Config | None, keep: int
+) -> list[Outcome]:
+    """The best `keep` by single-pass time, one of each source, and the default and the earlier
+    winner where they are right."""
+    right = [o for o in outcomes if value_of(o, timed=True) is not None]
+    right.sort(key=lambda o: (o.median_us or 0.0, o.config.key))
+    distinct: dict[str, Outcome] = {}
+    for outcome in right:
+        distinct.setdefault(outcome.program_key, outcome)
+    best = list(distinct.values())[:keep]
+    keys = {o.program_key for o in best}
+    always = [o for o in right if o.config in (default, incumbent) and o.program_key not in keys]
+    return best + list({o.program_key: o for o in always}.values())
+
+
+def choose(finals: Sequence[Final], incumbent: Config | None) -> Final | None:
+    """The fastest; among those within NOISE of it, by a fixed rule: the incumbent, then the one
+    that takes least of a multiprocessor, then the config key."""
+    programs = [f for f in finals if f.outcome is not None]
+    if not programs:
+        return None
+    fastest = min(programs, key=lambda f: f.timing.median_us)
+    tied = [f for f in programs if slowdown(f.timing, fastest.timing) <= 1 + NOISE]
+    return min(tied, key=lambda f: _preference(f.outcome, incumbent))
+
+
+def slowdown(a: Timing, b: Timing) -> float:
+    """The median ratio of samples of the same round: drift hits both and cancels."""
+    if len(a.samples_us) != len(b.samples_us):
+        return a.median_us / b.median_us
+    return median(x / y for x, y in zip(a.samples_us, b.samples_us, strict=True))
+
+
+def _preference(outcome: Outcome | None, incumbent: Config | None) -> tuple[bool, int, str]:
+    assert outcome is not None
+    warps = int(getattr(outcome.config.knobs, "num_warps", 4))
+    built = outcome.built
+    bytes_used = built.shared_bytes + 4 * 32 * warps * built.registers if built else 0
+    return outcome.config != incumbent, bytes_used, outcome.config.key

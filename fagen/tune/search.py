@@ -1,0 +1,282 @@
+"""Which config to try next: seeds, then coverage of every knob, then Optuna and local polish.
+
+Only valid configs are proposed and none twice. Optuna sees plain indices into each knob's values,
+lives in memory and is rebuilt from our rows, so a space that changed never breaks a resumed run.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields
+from itertools import combinations, product
+from typing import Any
+
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution
+from optuna.trial import TrialState, create_trial
+
+from fagen.config import Config
+from fagen.generate.space import SearchSpace
+
+VALUES_TIMED = 2  # of every knob that has so many in the space
+COVER_TRIES = 4  # candidates spent on one knob whose other values keep failing
+POLISH_FROM = 0.625  # share of the trials after which the best config's neighbours come first
+POLISH_TURN = 3  # before that, every third proposal is such a neighbour
+
+Point = tuple[int, ...]  # an index into the values of each knob of one family
+
+
+class Search:
+    """`ask` for the next config, `tell` what it was worth; deterministic for a seed and tells.
+
+    history: configs that were tried before, with what they were worth. seeds: configs to try
+    first, before those of the space. prior: an estimate that orders the
+    neighbours of the best config; lower is better.
+    """
+
+    def __init__(
+        self,
+        space: SearchSpace,
+        seed: int,
+        history: Sequence[tuple[Config, float | None]] = (),
+        *,
+        trials: int = 64,
+        seeds: Iterable[Config] = (),
+        prior: Callable[[Config], float] | None = None,
+    ) -> None:
+        self._grids = _grids(space.configs)
+        self._prior = prior or (lambda config: 0.0)
+        self._untried = dict.fromkeys(space.configs)
+        self._values: dict[Config, float] = {}
+        self._asked: dict[Config, optuna.Trial] = {}
+        self._proposals = 0
+        self._polish_after = int(trials * POLISH_FROM)
+        self._study = _study(seed)
+        self._cover = _Coverage(self._grids)
+        for config, value_us in history:
+            self._recall(config, value_us)
+        self._seeds = [c for c in dict.fromkeys([*seeds, *space.seeds]) if c in self._untried]
+        self._bases = {c.family: c for c in reversed(space.seeds)}
+
+    def ask(self) -> Config | None:
+        """The next untried valid config, or None when there is none left."""
+        if not self._untried:
+            return None
+        config = self._seed() or self._uncovered() or self._polish_or_model()
+        del self._untried[config]
+        self._proposals += 1
+        self._cover.asked(config)
+        self._asked[config] = self._pending(config)
+        return config
+
+    def tell(self, config: Config, value_us: float | None) -> None:
+        """The value of an asked config; None when it failed."""
+        trial = self._asked.pop(config)
+        self._cover.told(config, ok=value_us is not None)
+        if value_us is None:
+            # PRUNED without a value ranks last; FAIL would be ignored, and asked for again.
+            self._study.tell(trial, state=TrialState.PRUNED)
+        else:
+            self._values[config] = value_us
+            self._study.tell(trial, value_us)
+
+    @property
+    def best(self) -> Config | None:
+        return min(self._values, key=lambda c: self._values[c], default=None)
+
+    @property
+    def best_us(self) -> float | None:
+        return min(self._values.values(), default=None)
+
+    def _recall(self, config: Config, value_us: float | None) -> None:
+        if config not in self._untried:
+            return
+        del self._untried[config]
+        self._proposals += 1
+        self._cover.asked(config)
+        self._cover.told(config, ok=value_us is not None)
+        params, distributions = self._parameters(config)
+        state = TrialState.PRUNED if value_us is None else TrialState.COMPLETE
+        self._study.add_trial(
+            create_trial(params=params, distributions=distributions, value=value_us, state=state)
+        )
+        if value_us is not None:
+            self._values[config] = value_us
+
+    def _seed(self) -> Config | None:
+        while self._seeds:
+            config = self._seeds.pop(0)
+            if config in self._untried:
+                return config
+        return None
+
+    def _uncovered(self) -> Config | None:
+        for family, knob, values in self._cover.wanted():
+            grid = self._grids[family]
+            base = self._base(family)
+            for value in values:
+                point = (*base[:knob], value, *base[knob + 1 :])
+                found = self._nearest(grid, point, fixed=knob)
+                if found is not None:
+                    return found
+        return None
+
+    def _base(self, family: str) -> Point:
+        tried = [c for c in self._values if c.family == family]
+        best = min(tried, key=lambda c: self._values[c], default=self._bases.get(family))
+        grid = self._grids[family]
+        return grid.points[best] if best is not None else next(iter(grid.configs))
+
+    def _polish_or_model(self) -> Config:
+        turn = self._proposals >= self._polish_after or self._proposals % POLISH_TURN == 0
+        return (self._polished() if turn else None) or self._modelled()
+
+    def _polished(self) -> Config | None:
+        best = self.best
+        if best is None:
+            return None
+        grid = self._grids[best.family]
+        near = [grid.configs[p] for p in grid.around(grid.points[best], 1) if p in grid.configs]
+        return min((c for c in near if c in self._untried), key=self._prior, default=None)
+
+    def _modelled(self) -> Config:
+        trial = self._study.ask()
+        family = trial.suggest_categorical("family", list(self._grids))
+        grid = self._grids[family]
+        point = tuple(
+            trial.suggest_categorical(f"{family}.{knob}", list(range(len(values))))
+            for knob, values in grid.values.items()
+        )
+        known = grid.configs.get(point)
+        # An invalid proposal counts against its region. A repeat must not: FAIL is ignored.
+        self._study.tell(trial, state=TrialState.PRUNED if known is None else TrialState.FAIL)
+        if known is not None and known in self._untried:
+            return known
+        return self._nearest(grid, point) or next(iter(self._untried))
+
+    def _nearest(self, grid: _Grid, point: Point, fixed: int | None = None) -> Config | None:
+        """The untried config of a family with the fewest other knob values, first in order."""
+
+        def fits(candidate: Point) -> bool:
+            if fixed is not None and candidate[fixed] != point[fixed]:
+                return False
+            config = grid.configs.get(candidate)
+            return config is not None and config in self._untried
+
+        for radius in range(3):
+            for candidate in grid.around(point, radius):
+                if fits(candidate):
+                    return grid.configs[candidate]
+        far = min(filter(fits, grid.configs), key=lambda p: _distance(p, point), default=None)
+        return grid.configs[far] if far is not None else None
+
+    def _pending(self, config: Config) -> optuna.Trial:
+        """A running trial with just this config's values, which the sampler keeps away from."""
+        params, distributions = self._parameters(config)
+        self._study.enqueue_trial(params)
+        return self._study.ask(fixed_distributions=distributions)
+
+    def _parameters(self, config: Config) -> tuple[dict[str, Any], dict[str, BaseDistribution]]:
+        grid = self._grids[config.family]
+        names = [f"{config.family}.{knob}" for knob in grid.values]
+        params = dict(zip(names, grid.points[config], strict=True))
+        distributions: dict[str, BaseDistribution] = {
+            name: CategoricalDistribution(tuple(range(len(values))))
+            for name, values in zip(names, grid.values.values(), strict=True)
+        }
+        families = CategoricalDistribution(tuple(self._grids))
+        return {"family": config.family, **params}, {"family": families, **distributions}
+
+
+class _Grid:
+    """The valid configs of one family by their points."""
+
+    def __init__(self, configs: Sequence[Config]) -> None:
+        self.values: dict[str, list[Any]] = {}
+        for field in fields(configs[0].knobs):
+            seen = dict.fromkeys(getattr(c.knobs, field.name) for c in configs)
+            self.values[field.name] = list(seen)
+        index = {knob: {v: i for i, v in enumerate(vs)} for knob, vs in self.values.items()}
+        self.points: dict[Config, Point] = {
+            c: tuple(index[knob][getattr(c.knobs, knob)] for knob in self.values) for c in configs
+        }
+        self.configs = {point: config for config, point in self.points.items()}
+
+    def around(self, point: Point, radius: int) -> Iterator[Point]:
+        """Each point, valid or not, that differs in exactly `radius` knobs, in a fixed order."""
+        sizes = [len(values) for values in self.values.values()]
+        for places in combinations(range(len(point)), radius):
+            others = [[i for i in range(sizes[p]) if i != point[p]] for p in places]
+            for chosen in product(*others):
+                changed = list(point)
+                for place, value in zip(places, chosen, strict=True):
+                    changed[place] = value
+                yield tuple(changed)
+
+
+class _Coverage:
+    """Which values of each knob have been timed, or are about to be."""
+
+    def __init__(self, grids: dict[str, _Grid]) -> None:
+        self._grids = grids
+        self._good: dict[tuple[str, int], list[int]] = {
+            (family, knob): [0] * len(values)
+            for family, grid in grids.items()
+            for knob, values in enumerate(grid.values.values())
+        }
+        self._failed = {place: 0 for place in self._good}
+
+    def asked(self, config: Config) -> None:
+        self._count(config, 1)
+
+    def told(self, config: Config, *, ok: bool) -> None:
+        if not ok:
+            self._count(config, -1)
+            for place in self._places(config):
+                self._failed[place] += self._is_short(place)
+
+    def wanted(self) -> Iterator[tuple[str, int, list[int]]]:
+        """(family, knob, values nobody timed) of knobs with too few values timed."""
+        for (family, knob), counts in self._good.items():
+            if self._is_short((family, knob)) and self._failed[family, knob] < COVER_TRIES:
+                yield family, knob, [i for i, n in enumerate(counts) if n == 0]
+
+    def _is_short(self, place: tuple[str, int]) -> bool:
+        counts = self._good[place]
+        return sum(n > 0 for n in counts) < min(VALUES_TIMED, len(counts))
+
+    def _count(self, config: Config, step: int) -> None:
+        for place, value in zip(self._places(config), self._point(config), strict=True):
+            self._good[place][value] += step
+
+    def _places(self, config: Config) -> list[tuple[str, int]]:
+        return [(config.family, knob) for knob in range(len(self._point(config)))]
+
+    def _point(self, config: Config) -> Point:
+        return self._grids[config.family].points[config]
+
+
+def _grids(configs: Sequence[Config]) -> dict[str, _Grid]:
+    families: dict[str, list[Config]] = {}
+    for config in configs:
+        families.setdefault(config.family, []).append(config)
+    return {family: _Grid(members) for family, members in families.items()}
+
+
+def _study(seed: int) -> optuna.Study:
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)  # it reports each new study
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        # group: the knobs of each family are modelled together, apart from the other families'.
+        sampler = optuna.samplers.TPESampler(
+            seed=seed, multivariate=True, group=True, constant_liar=True, n_startup_trials=0
+        )
+        study = optuna.create_study(direction="minimize", sampler=sampler)
+    optuna.logging.set_verbosity(before)
+    return study
+
+
+def _distance(a: Point, b: Point) -> int:
+    return sum(x != y for x, y in zip(a, b, strict=True))

@@ -1,0 +1,315 @@
+"""The main loop of a child process: `python -m fagen.tune.worker ROLE JOBS REPLIES LIFELINE`.
+
+Roles: `build` compiles, `gpu` verifies and times on one device, `interpret` verifies on the CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import re
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+from fagen.generate.program import Program
+from fagen.outcome import Status, Verdict
+from fagen.tune.children import Raised, Reply
+from fagen.tune.jobs import (
+    BuildJob,
+    BuildReply,
+    Confirm,
+    InterpretJob,
+    Prepare,
+    Race,
+    RaceReply,
+    Tried,
+    TryProgram,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from fagen.judge.peers import Peer
+    from fagen.judge.verify import Gate, Level
+    from fagen.problem import Problem
+    from fagen.run.kernel import Runner
+
+    Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+Handlers = dict[type[Any], Callable[[Any], Any]]
+
+# After one of these every later CUDA call of the process fails, so the process must be replaced.
+STICKY = re.compile(
+    r"illegal memory access|illegal instruction|misaligned address|unspecified launch failure"
+    r"|launch (failure|timed out)|device-side assert|hardware stack error|invalid program counter"
+    r"|invalid address space|unknown error|CUDA_ERROR_(ILLEGAL|MISALIGNED|LAUNCH|ASSERT)",
+    re.IGNORECASE,
+)
+RESOURCES = re.compile(r"out of memory|out of resource|too many resources", re.IGNORECASE)
+
+
+def main(arguments: list[str]) -> None:
+    """Greet, then one reply a job until the parent closes its end."""
+    role, *fds = arguments
+    job_end, reply_end, life_end = map(int, fds)
+    die_with_parent(life_end)
+    jobs, replies = Connection(job_end, writable=False), Connection(reply_end, readable=False)
+    handlers = _HANDLERS[role]()
+    replies.send(Reply(None))
+    with contextlib.suppress(EOFError):
+        while True:
+            serve_one(jobs, replies, handlers)
+
+
+def serve_one(jobs: Connection, replies: Connection, handlers: Handlers) -> None:
+    job = jobs.recv()
+    try:
+        value = handlers[type(job)](job)
+    except Exception as error:  # told to the parent, which decides what it means
+        replies.send(Raised(type(error).__name__, _short(error)))
+        return
+    replies.send(Reply(value, last=isinstance(value, Tried) and is_spoilt(value)))
+
+
+def die_with_parent(life_end: int) -> None:
+    """When the parent's end of the pipe closes, kill this process and all that it started."""
+
+    def watch() -> None:
+        while os.read(life_end, 1):
+            pass
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def failure(error: BaseException) -> Tried:
+    """A row's status and reason for what a candidate raised on the device."""
+    text = _short(error)
+    if type(error).__name__ in ("OutOfMemoryError", "OutOfResources") or RESOURCES.search(text):
+        return Tried(Status.OUT_OF_RESOURCES, text)
+    return Tried(Status.CRASHED, text)
+
+
+def is_spoilt(tried: Tried) -> bool:
+    """Whether a CUDA error left the process useless for every later candidate."""
+    return tried.status == Status.CRASHED and STICKY.search(tried.reason) is not None
+
+
+def _short(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines)[:600] or type(error).__name__
+
+
+def _build_role() -> Handlers:
+    from fagen.generate.build import BuildFailed, build  # imports Triton once for all jobs
+
+    def run(job: BuildJob) -> BuildReply:
+        try:
+            return BuildReply(build(job.program, job.target))
+        except BuildFailed as failed:
+            return BuildReply(None, failed.status, _short(failed))
+
+    return {BuildJob: run}
+
+
+def _gpu_role() -> Handlers:
+    import fagen.judge.measure
+    import fagen.judge.peers
+    import fagen.judge.verify
+    import fagen.run.kernel  # noqa: F401  (the slow imports, before the greeting)
+
+    bench = Bench()
+    return {
+        Prepare: bench.prepare,
+        TryProgram: bench.try_program,
+        Confirm: bench.confirm,
+        Race: bench.race,
+    }
+
+
+def _interpret_role() -> Handlers:
+    import torch
+
+    from fagen.judge.verify import Gate
+    from fagen.run.kernel import load
+
+    torch.set_num_threads(1)
+    gates: dict[Problem, Gate] = {}
+
+    def run(job: InterpretJob) -> Tried:
+        problem = job.program.problem
+        if problem not in gates:
+            gates[problem] = Gate(problem, torch.device("cpu"))
+        runner = load(job.program, job.target, "cpu")
+        tile = _tile(job.program)
+        verdict = gates[problem].check(
+            runner.launch_poisoned, tile, job.program.limits, level="quick"
+        )
+        if verdict.passed:
+            return Tried(Status.PREDICTED, "", verdict)
+        return Tried(Status.WRONG_RESULT, _why_wrong(verdict), verdict)
+
+    return {InterpretJob: run}
+
+
+_HANDLERS: dict[str, Callable[[], Handlers]] = {
+    "build": _build_role,
+    "gpu": _gpu_role,
+    "interpret": _interpret_role,
+}
+
+
+def _tile(program: Program) -> tuple[int, int]:
+    from fagen.generate.families import family_of
+
+    return family_of(program.config).tile(program.config.knobs)
+
+
+def _why_wrong(verdict: Verdict) -> str:
+    worst = verdict.worst
+    if worst is None:
+        return "no check was made"
+    failed = sum(not check.passed for check in verdict.checks)
+    return (
+        f"{worst.name}: error {worst.error:.3g} over budget {worst.budget:.3g}"
+        f" ({failed} of {len(verdict.checks)} checks failed)"
+    )
+
+
+class Bench:
+    """One device with the inputs, truth and baseline of one problem."""
+
+    def prepare(self, job: Prepare) -> None:
+        import torch
+
+        from fagen.judge.verify import Gate
+
+        self._job = job
+        self._device = torch.device(job.device)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        self._gate = Gate(job.problem, self._device)
+        self._sets = [
+            _tensors(job.problem, self._device, seed)
+            for seed in range(job.policy.input_sets(job.problem, job.target.l2_bytes))
+        ]
+        self._scale = job.problem.shape.head_dim**-0.5
+        self._best_us: float | None = None
+
+    def try_program(self, job: TryProgram) -> Tried:
+        return _guarded(lambda: self._timed(job.program))
+
+    def confirm(self, job: Confirm) -> Tried:
+        return _guarded(lambda: self._verified(job.program, "finalist")[1])
+
+    def race(self, job: Race) -> RaceReply:
+        from fagen.judge.measure import race
+        from fagen.judge.peers import peers
+
+        found, missing = peers(self._job.problem, self._device)
+        contestants = {p.key: self._launches(self._load(p)) for p in job.programs}
+        contestants |= {name: self._peer_launches(peer) for name, peer in found.items()}
+        failed: dict[str, str] = {}
+        timings = race(
+            contestants,
+            self._job.policy,
+            job.rounds,
+            device=self._device,
+            sets=len(self._sets),
+            failed=failed,
+        )
+        keys = {program.key for program in job.programs}
+        return RaceReply(
+            {name: timing for name, timing in timings.items() if name in keys},
+            {name: timing for name, timing in timings.items() if name not in keys},
+            missing | {name: why for name, why in failed.items() if name not in keys},
+            {key: Tried(Status.CRASHED, why) for key, why in failed.items() if key in keys},
+        )
+
+    def _timed(self, program: Program) -> Tried:
+        from fagen.judge.measure import impossible, measure
+
+        job = self._job
+        runner, tried = self._verified(program, "full")
+        if tried.status != Status.OK:
+            return tried
+        timing = measure(
+            self._launches(runner),
+            job.policy,
+            self._device,
+            sets=len(self._sets),
+            give_up_us=self._best_us,
+        )
+        doubt = impossible(job.problem, job.target, timing.median_us, job.policy)
+        if doubt is not None:
+            return replace(tried, status=Status.CRASHED, reason=f"no usable time: {doubt}")
+        self._best_us = min(timing.median_us, self._best_us or timing.median_us)
+        return replace(tried, timing=timing)
+
+    def _verified(self, program: Program, level: Level) -> tuple[Runner, Tried]:
+        runner = self._load(program)
+        launch = runner.launch_poisoned
+        verdict = self._gate.check(launch, _tile(program), program.limits, level=level)
+        if verdict.passed:
+            return runner, Tried(Status.OK, "", verdict)
+        return runner, Tried(Status.WRONG_RESULT, _why_wrong(verdict), verdict)
+
+    def _load(self, program: Program) -> Runner:
+        from fagen.run.kernel import load
+
+        return load(program, self._job.target, self._device)
+
+    def _launches(self, runner: Runner) -> Callable[[int], None]:
+        return lambda i: runner.launch(*self._sets[i], self._scale)
+
+    def _peer_launches(self, peer: Peer) -> Callable[[int], None]:
+        def launch(i: int) -> None:
+            peer(*self._sets[i][:3], self._scale)
+
+        return launch
+
+
+def _tensors(problem: Problem, device: torch.device, seed: int) -> Tensors:
+    """q, k, v from a normal distribution, and room for o and lse."""
+    import torch
+
+    s = problem.shape
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    dice = torch.Generator(device).manual_seed(seed)
+    dtype = dtypes[s.dtype]
+
+    def draw(heads: int, rows: int, columns: int) -> torch.Tensor:
+        size = (s.batch, heads, rows, columns)
+        return torch.randn(size, generator=dice, device=device, dtype=dtype)
+
+    return (
+        draw(s.heads_q, s.seq_q, s.head_dim),
+        draw(s.heads_kv, s.seq_kv, s.head_dim),
+        draw(s.heads_kv, s.seq_kv, s.head_dim_v),
+        torch.empty(s.batch, s.heads_q, s.seq_q, s.head_dim_v, device=device, dtype=dtype),
+        torch.empty(s.batch, s.heads_q, s.seq_q, device=device, dtype=torch.float32),
+    )
+
+
+def _guarded(run: Callable[[], Tried]) -> Tried:
+    """What a candidate raises becomes its row, and its memory is freed before the next one."""
+    import torch
+
+    try:
+        return run()
+    except Exception as error:
+        return failure(error)
+    finally:
+        gc.collect()
+        with contextlib.suppress(RuntimeError):  # a spoilt context can't free; it ends anyway
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

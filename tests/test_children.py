@@ -1,0 +1,391 @@
+"""Real child processes: each way to die costs one job, and none outlives its parent."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fagen.errors import DeviceBusy, WorkerDied
+from fagen.generate.program import Entry, Program
+from fagen.outcome import Status
+from fagen.tune.children import TAIL_BYTES, Child, JobFailed, Raised
+from fagen.tune.device import device_lock, lock_path, others_in
+from fagen.tune.events import Event, WaitingForDevice
+from fagen.tune.jobs import BuildReply, Confirm, Prepare, Race, RaceReply, Tried, TryProgram
+from fagen.tune.pool import BuildPool, builder_count
+from fagen.tune.proxies import GpuWorker, InterpretWorker, interpretable
+from fagen.tune.worker import failure, is_spoilt
+from fakes import PROBLEM, TARGET, Policy, built_fake, full_space, render_fake
+
+# A child of the same protocol as fagen.tune.worker whose jobs are Python statements.
+ODD_WORKER = """
+    import os, signal, subprocess, sys, time
+    from multiprocessing.connection import Connection
+    from fagen.outcome import Status
+    from fagen.tune.children import Reply
+    from fagen.tune.worker import die_with_parent, serve_one
+    from fagen.tune.jobs import Tried
+
+    role, *fds = sys.argv[1:]
+    job_end, reply_end, life_end = map(int, fds)
+    die_with_parent(life_end)
+    jobs, replies = Connection(job_end, writable=False), Connection(reply_end, readable=False)
+    replies.send(Reply(None))
+
+    def run(code):
+        names = {"os": os, "signal": signal, "subprocess": subprocess, "sys": sys, "time": time,
+                 "Tried": Tried, "Status": Status}
+        exec(code, names)
+        return names.get("value")
+
+    while True:
+        serve_one(jobs, replies, {str: run})
+"""
+
+
+@pytest.fixture
+def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Child]:
+    (tmp_path / "odd_worker.py").write_text(textwrap.dedent(ODD_WORKER))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    made = Child("build", module="odd_worker")
+    yield made
+    made.close()
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    with contextlib.suppress(FileNotFoundError):
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    return True
+
+
+def gone(pid: int, within_s: float = 5.0) -> bool:
+    until = time.monotonic() + within_s
+    while alive(pid) and time.monotonic() < until:
+        time.sleep(0.02)
+    return not alive(pid)
+
+
+def test_a_child_answers_jobs_one_after_the_other_in_one_process(child: Child) -> None:
+    pids = {child.call("value = os.getpid()", 10.0) for _ in range(3)}
+    assert pids == {child.pid}
+    assert child.starts == 1
+    assert child.call("value = os.getpgid(0)", 10.0) == child.pid != os.getpgid(0)
+
+
+def test_a_job_that_raises_leaves_the_child_alive(child: Child) -> None:
+    with pytest.raises(JobFailed, match="ValueError: no such tile"):
+        child.call("raise ValueError('no such tile')", 10.0)
+    assert child.call("value = 7", 10.0) == 7
+    assert child.starts == 1
+
+
+def test_a_hang_is_killed_at_its_deadline_and_the_next_job_has_a_new_process(child: Child) -> None:
+    first = child.call("value = os.getpid()", 10.0)
+    begun = time.monotonic()
+    with pytest.raises(WorkerDied, match="killed at its deadline") as caught:
+        child.call("print('in the loop', flush=True)\nwhile True: pass", 0.5)
+    assert 0.5 <= time.monotonic() - begun < 2.5
+    assert caught.value.timed_out
+    assert "in the loop" in str(caught.value)
+    assert gone(first)
+    assert child.call("value = 7", 10.0) == 7
+    assert child.starts == 2
+
+
+@pytest.mark.parametrize(
+    ("code", "how"),
+    [
+        ("os.abort()", "SIGABRT"),
+        ("os._exit(134)", "exit code 134"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "SIGSEGV"),
+    ],
+)
+def test_a_child_that_dies_says_how_and_what_it_printed_last(
+    child: Child, code: str, how: str
+) -> None:
+    said = "import faulthandler\nfaulthandler.disable()\n"
+    shout = "sys.stderr.write('LLVM ERROR: out of tiles'); sys.stderr.flush()\n"
+    with pytest.raises(WorkerDied, match=how) as caught:
+        child.call(said + shout + code, 10.0)
+    assert not caught.value.timed_out
+    assert "LLVM ERROR: out of tiles" in str(caught.value)
+    assert child.call("value = 7", 10.0) == 7
+
+
+def test_endless_output_is_kept_only_at_its_end(child: Child) -> None:
+    with pytest.raises(WorkerDied) as caught:
+        child.call("for i in range(20000): print('line', i)\nsys.stdout.flush()\nos.abort()", 20.0)
+    assert "line 19999" in str(caught.value)
+    assert len(str(caught.value)) < TAIL_BYTES
+
+
+def test_what_a_child_started_dies_with_it(child: Child) -> None:
+    grandchild = (
+        "value = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).pid"
+    )
+    pid = child.call(grandchild, 10.0)
+    assert alive(pid)
+    child.kill()
+    assert gone(pid)
+
+
+def test_a_child_that_spoilt_its_device_is_replaced_after_its_answer(child: Child) -> None:
+    reply = child.call(
+        "value = Tried(Status.CRASHED, 'CUDA error: an illegal memory access was encountered')",
+        10.0,
+    )
+    assert reply.status == Status.CRASHED
+    assert child.pid is None
+    assert child.call("value = 7", 10.0) == 7
+    assert child.starts == 2
+
+
+def test_close_ends_a_call_of_another_thread_and_nothing_starts_after(child: Child) -> None:
+    child.start()
+    pid = child.pid
+    failed: list[WorkerDied] = []
+
+    def hang() -> None:
+        try:
+            child.call("time.sleep(60)", 60.0)
+        except WorkerDied as died:
+            failed.append(died)
+
+    thread = threading.Thread(target=hang)
+    thread.start()
+    time.sleep(0.2)
+    child.close()
+    thread.join(timeout=5.0)
+    assert len(failed) == 1
+    assert pid is not None and gone(pid)
+    with pytest.raises(WorkerDied, match="closed"):
+        child.call("value = 7", 10.0)
+
+
+def test_a_child_dies_with_a_parent_that_was_killed(tmp_path: Path, child: Child) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import threading
+            from fagen.tune.children import Child
+            child = Child("build", module="odd_worker")
+            child.start()
+            print(child.pid, flush=True)
+            child.call("while True: time.sleep(1)", 60.0)
+            """
+        )
+    )
+    root = str(Path(__file__).resolve().parents[1])
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), root])}
+    with subprocess.Popen([sys.executable, script], env=env, stdout=-1, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert alive(pid)
+        parent.send_signal(signal.SIGKILL)
+    assert gone(pid)
+
+
+def test_ctrl_c_in_a_terminal_does_not_reach_the_children(child: Child) -> None:
+    assert child.call("value = os.getsid(0)", 10.0) != os.getsid(0)
+
+
+def test_the_users_main_is_not_imported_by_a_child(tmp_path: Path, child: Child) -> None:
+    script = tmp_path / "no_guard.py"
+    script.write_text(
+        "from fagen.tune.children import Child\n"
+        "print('main')\n"
+        "child = Child('build', module='odd_worker')\n"
+        "print(child.call('value = 3', 20.0))\n"
+        "child.close()\n"
+    )
+    root = str(Path(__file__).resolve().parents[1])
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), root])}
+    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("main\n3\n", "")
+
+
+# The pool and the proxies, over a child that answers at once.
+
+
+class StubChild:
+    """Answers by the class of the job; an exception is raised."""
+
+    def __init__(self, *answers: object) -> None:
+        self.answers = list(answers)
+        self.jobs: list[object] = []
+        self.starts = 1
+
+    def start(self) -> None: ...
+
+    def call(self, job: object, deadline_s: float) -> object:
+        self.jobs.append(job)
+        if isinstance(job, Prepare):
+            return None
+        answer = self.answers.pop(0)
+        if isinstance(answer, WorkerDied):
+            self.starts += 1
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def close(self) -> None: ...
+
+
+def programs(count: int) -> list[Program]:
+    return [render_fake(PROBLEM, c) for c in full_space().configs[:count]]
+
+
+def test_a_compiler_that_dies_or_hangs_is_an_answer_like_any_other() -> None:
+    pool = BuildPool(TARGET, 1)
+    built = BuildReply(built_fake(full_space().configs[0]))
+    stub = StubChild(
+        WorkerDied("ended: SIGABRT", timed_out=False), WorkerDied("killed", timed_out=True), built
+    )
+    pool._idle.get()
+    pool._idle.put(stub)  # type: ignore[arg-type]
+    replies = [pool.submit(program).result(10) for program in programs(3)]
+    pool.close()
+    assert [r.status for r in replies] == [Status.BUILD_ERROR, Status.TIMED_OUT, Status.OK]
+    assert replies[2].built == built.built
+    assert 1 <= builder_count() <= 16
+
+
+def test_a_new_gpu_child_is_prepared_again() -> None:
+    worker, stub = (
+        GpuWorker("cuda:0"),
+        StubChild(WorkerDied("boom", timed_out=False), Tried(Status.OK)),
+    )
+    worker._child = stub  # type: ignore[assignment]
+    worker.prepare(PROBLEM, TARGET, Policy())
+    first, second = programs(2)
+    with pytest.raises(WorkerDied):
+        worker.try_program(first, 10.0)
+    assert worker.try_program(second, 10.0) == Tried(Status.OK)
+    kinds = [type(job) for job in stub.jobs]
+    assert kinds == [Prepare, TryProgram, Prepare, TryProgram]
+
+
+def test_a_finalist_that_kills_its_process_is_rejected_and_the_others_race() -> None:
+    one, two, three = programs(3)
+    stub = StubChild(
+        Tried(Status.OK),
+        WorkerDied("ended: SIGSEGV", timed_out=False),
+        Tried(Status.OK),
+        RaceReply(),
+    )
+    worker = GpuWorker("cuda:0")
+    worker._child = stub  # type: ignore[assignment]
+    worker.prepare(PROBLEM, TARGET, Policy())
+    reply = worker.race([one, two, three], 5, 10.0)
+    assert {key: t.status for key, t in reply.rejected.items()} == {two.key: Status.CRASHED}
+    assert stub.jobs[-1] == Race((one, three), 5)
+    assert [type(j) for j in stub.jobs].count(Confirm) == 3
+
+
+def test_a_race_that_dies_is_noted() -> None:
+    stub = StubChild(Tried(Status.OK), WorkerDied("ended: SIGSEGV", timed_out=False))
+    worker = GpuWorker("cuda:0")
+    worker._child = stub  # type: ignore[assignment]
+    worker.prepare(PROBLEM, TARGET, Policy())
+    reply = worker.race(programs(1), 5, 10.0)
+    assert reply.programs == {} and "SIGSEGV" in reply.note
+
+
+def test_the_interpreter_gets_a_twin_in_a_dtype_it_computes_right() -> None:
+    refused = JobFailed(Raised("NotImplementedError", "inline asm"))
+    stub = StubChild(refused, Tried(Status.PREDICTED))
+    worker = InterpretWorker(render_fake)
+    worker._child = stub  # type: ignore[assignment]
+    worker.prepare(PROBLEM, TARGET, None)
+    first, second = programs(2)
+    assert worker.try_program(first, 5.0).verdict is None
+    worker.try_program(second, 5.0)
+    assert {job.program.problem.shape.dtype for job in stub.jobs} == {"fp16"}  # type: ignore[attr-defined]
+    assert interpretable(interpretable(PROBLEM)) == interpretable(PROBLEM)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "spoilt"),
+    [
+        (
+            RuntimeError("CUDA error: an illegal memory access was encountered"),
+            Status.CRASHED,
+            True,
+        ),
+        (RuntimeError("CUDA error: misaligned address"), Status.CRASHED, True),
+        (RuntimeError("CUDA error: unspecified launch failure"), Status.CRASHED, True),
+        (
+            RuntimeError("CUDA out of memory. Tried to allocate 9 GiB"),
+            Status.OUT_OF_RESOURCES,
+            False,
+        ),
+        (ValueError("out of resource: shared memory"), Status.OUT_OF_RESOURCES, False),
+        (TypeError("launch() takes 3 arguments"), Status.CRASHED, False),
+    ],
+)
+def test_what_a_candidate_raises_is_told_apart(
+    error: Exception, status: Status, spoilt: bool
+) -> None:
+    tried = failure(error)
+    assert (tried.status, is_spoilt(tried)) == (status, spoilt)
+
+
+def test_the_real_build_process_answers_for_a_source_that_is_no_python() -> None:
+    broken = replace(
+        render_fake(PROBLEM, full_space().configs[0]),
+        source="def (:\n",
+        entries=(Entry("kernel", (), 4, 1),),
+    )
+    pool = BuildPool(TARGET, 1)
+    try:
+        replies = [pool.submit(program).result(120) for program in (broken, broken)]
+    finally:
+        pool.close()
+    assert [(r.built, r.status) for r in replies] == [(None, Status.BUILD_ERROR)] * 2
+    assert "SyntaxError" in replies[0].reason
+
+
+# The lock of a device.
+
+
+def test_a_second_tuner_waits_says_so_and_gives_up() -> None:
+    said: list[Event] = []
+    with device_lock("GPU-1234", 1.0, said.append):
+        begun = time.monotonic()
+        with (
+            pytest.raises(DeviceBusy, match=f"process {os.getpid()}"),
+            device_lock("GPU-1234", 0.6, said.append),
+        ):
+            pass
+        assert 0.6 <= time.monotonic() - begun < 3.0
+        with device_lock("GPU-5678", 0.0, said.append):
+            pass
+    assert [type(event) for event in said] == [WaitingForDevice]
+    with device_lock("GPU-1234", 0.0, said.append):
+        assert lock_path("GPU-1234").exists()
+
+
+def test_other_processes_on_the_same_card_are_told_and_our_own_are_not() -> None:
+    shown = (
+        "GPU-aa, 10, 512 MiB\nGPU-aa, 11, 70000 MiB\nGPU-bb, 12, 1 MiB\n"
+        "[Not Supported], [N/A], [N/A]\n\n"
+    )
+    assert others_in(shown, "aa", 10) == ["process 11 also uses this GPU (70000 MiB)"]
+    assert others_in(shown, "", 10) == []
+    assert others_in("no devices", "aa", 1) == []

@@ -1,0 +1,164 @@
+"""The search by itself: valid, distinct, covering, reproducible, quick."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, fields, make_dataclass
+from typing import Any
+
+import numpy as np
+import optuna
+import pytest
+
+from fagen.config import Config
+from fagen.generate.families.base import every_choice, knob
+from fagen.generate.space import SearchSpace
+from fagen.tune.search import VALUES_TIMED, Search
+from fakes import PROBLEM, TARGET, formula_us, full_space, small_space, space_of
+
+
+def played(search: Search, count: int, value: Any = formula_us) -> list[Config]:
+    """Ask and tell `count` times, or until the space is used up."""
+    asked = []
+    for _ in range(count):
+        config = search.ask()
+        if config is None:
+            break
+        asked.append(config)
+        search.tell(config, value(config))
+    return asked
+
+
+def test_seeds_come_first_and_no_config_comes_twice() -> None:
+    space = full_space()
+    asked = played(Search(space, 0), 150)
+    assert asked[: len(space.seeds)] == list(space.seeds)
+    assert len(set(asked)) == 150
+    assert set(asked) <= set(space.configs)
+
+
+def test_a_space_of_twelve_is_covered_once_each_and_then_exhausted() -> None:
+    space = small_space(12)
+    asked = played(Search(space, 3), 40)
+    assert len(asked) == 12
+    assert set(asked) == set(space.configs)
+
+
+def test_the_same_seed_and_tells_give_the_same_sequence() -> None:
+    first, second = (played(Search(full_space(), 7), 60) for _ in range(2))
+    other = played(Search(full_space(), 8), 60)
+    assert first == second
+    assert first != other
+
+
+@pytest.mark.parametrize("ahead", [1, 8])
+def test_every_knob_of_every_family_is_timed_at_two_values_within_forty(ahead: int) -> None:
+    search, asked, waiting = Search(full_space(), 0), [], []
+    for _ in range(40):
+        waiting.append(search.ask())
+        if len(waiting) == ahead:
+            asked.append(waiting.pop(0))
+            search.tell(asked[-1], formula_us(asked[-1]))
+    short = []
+    for family in {c.family for c in full_space().configs}:
+        members = [c.knobs for c in full_space().configs if c.family == family]
+        mine = [c.knobs for c in [*asked, *waiting] if c.family == family]
+        for field in fields(members[0]):
+            possible = {getattr(k, field.name) for k in members}
+            seen = {getattr(k, field.name) for k in mine}
+            if len(seen) < min(VALUES_TIMED, len(possible)):
+                short.append(f"{family}.{field.name}")
+    assert short == []
+
+
+def test_a_knob_whose_new_value_fails_is_tried_at_another_config() -> None:
+    fails = {"pointer"}
+    search = Search(full_space(), 0)
+    tried = played(
+        search, 60, lambda c: None if getattr(c.knobs, "loads", "") in fails else formula_us(c)
+    )
+    pointer = [c for c in tried if getattr(c.knobs, "loads", "") == "pointer"]
+    assert 2 <= len(pointer) <= 30
+
+
+def test_the_search_beats_random_choice_within_64() -> None:
+    best = min(map(formula_us, full_space().configs))
+    found = [min(map(formula_us, played(Search(full_space(), s), 64))) for s in range(5)]
+    assert max(found) <= 1.03 * best
+
+
+def test_all_failures_never_stop_the_search() -> None:
+    asked = played(Search(full_space(), 0), 80, lambda config: None)
+    assert len(set(asked)) == 80
+
+
+def test_known_configs_are_not_asked_for_again_and_guide_the_rest() -> None:
+    space = full_space()
+    first = played(Search(space, 0), 40)
+    history = [(c, formula_us(c)) for c in first]
+    search = Search(space, 0, history)
+    assert search.best_us == min(map(formula_us, first))
+    assert not set(played(search, 40)) & set(first)
+
+
+def test_a_failed_config_of_an_earlier_run_is_not_asked_for_again() -> None:
+    space = small_space(12)
+    asked = played(Search(space, 0, [(space.configs[0], None)]), 40)
+    assert space.configs[0] not in asked
+    assert len(asked) == 11
+
+
+def test_a_space_that_grew_or_shrank_keeps_what_is_still_valid() -> None:
+    whole = small_space(12)
+    history = [(c, formula_us(c)) for c in whole.configs[:8]]
+    smaller = space_of(whole.configs[4:])
+    assert set(played(Search(smaller, 0, history), 40)) == set(whole.configs[8:])
+    larger = small_space(40)
+    asked = played(Search(larger, 0, history), 80)
+    assert set(asked) == set(larger.configs) - {c for c, _ in history}
+
+
+def test_renamed_knobs_and_numpy_choices_never_reach_optuna() -> None:
+    wide = make_dataclass(
+        "Wide",
+        [("rows", int, knob(np.int64(64), (np.int64(32), np.int64(64), np.int64(128)), "rows"))],
+        frozen=True,
+    )
+    configs = [Config("wide", knobs) for knobs in every_choice(wide)]
+    space = SearchSpace(PROBLEM, TARGET, tuple(configs), (configs[0],), {})
+    history = [(c, 5.0) for c in small_space(3).configs]
+    asked = played(Search(space, 0, history), 10, lambda c: float(c.knobs.rows))
+    assert set(asked) == set(configs)
+
+
+def test_prior_orders_the_neighbours_of_the_best() -> None:
+    @dataclass(frozen=True)
+    class Line:
+        place: int = knob(0, tuple(range(30)), "place")
+
+    configs = [Config("line", knobs) for knobs in every_choice(Line)]
+    space = SearchSpace(PROBLEM, TARGET, tuple(configs), (configs[0],), {})
+    search = Search(space, 0, trials=0, prior=lambda c: -c.knobs.place)
+    asked = played(search, 6, lambda c: 100.0 - c.knobs.place)
+    assert [c.knobs.place for c in asked[2:]] == [29, 28, 27, 26]
+
+
+def test_optuna_says_nothing_and_keeps_the_users_verbosity(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    before = optuna.logging.get_verbosity()
+    played(Search(full_space(), 0), 40)
+    assert optuna.logging.get_verbosity() == before
+    assert capfd.readouterr() == ("", "")
+
+
+def test_an_ask_takes_a_few_milliseconds() -> None:
+    search = Search(full_space(), 0)
+    took = []
+    for _ in range(80):
+        begun = time.perf_counter()
+        config = search.ask()
+        took.append(time.perf_counter() - begun)
+        assert config is not None
+        search.tell(config, formula_us(config))
+    assert sorted(took)[40] < 0.015  # 2 ms on an idle core; the machine may be shared

@@ -1,0 +1,148 @@
+"""The bench of a worker child, on the CPU: a runner that computes attention in plain torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from fagen.generate.program import Program
+from fagen.judge.measure import MeasurePolicy
+from fagen.judge.reference import baseline
+from fagen.outcome import Status
+from fagen.problem import make_problem
+from fagen.target import preset
+from fagen.tune.jobs import Confirm, Prepare, Race, TryProgram
+from fagen.tune.worker import Bench
+from fakes import full_space, render_fake
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PROBLEM = make_problem(40, 16, heads=2)
+POLICY = MeasurePolicy(warmup_ms=0.1, batch_ms=0.1, samples=3)
+CARD = replace(preset("h200"), l2_bytes=1 << 10)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float) -> None:
+    """What the gate calls plain attention in the same precision: as right as a kernel must be."""
+    out, log_sum = baseline(q, k, v, PROBLEM.features, scale)
+    o.copy_(out)
+    lse.copy_(log_sum)
+
+
+@dataclass
+class Runner:
+    act: Callable[..., None] = attend
+
+    def launch(self, *args: Any) -> None:
+        self.act(*args)
+
+
+def five_percent_off(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, s: float) -> None:
+    attend(q, k, v, o, lse, s)
+    o.mul_(1.05)
+
+
+def raising(message: str) -> Callable[..., None]:
+    def act(*args: Any) -> None:
+        raise RuntimeError(message)
+
+    return act
+
+
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    """One for all tests, as in a child: the truth of every case is made once."""
+    made = Bench()
+    made.prepare(Prepare(PROBLEM, CARD, POLICY, "cpu"))
+    return made
+
+
+def program(number: int = 0) -> Program:
+    return render_fake(PROBLEM, full_space().configs[number])
+
+
+def loads(monkeypatch: pytest.MonkeyPatch, *acts: Callable[..., None]) -> None:
+    by_key = {program(i).key: act for i, act in enumerate(acts)}
+    monkeypatch.setattr("fagen.run.kernel.load", lambda p, target, device: Runner(by_key[p.key]))
+
+
+def test_a_right_kernel_is_verified_and_then_timed(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads(monkeypatch, attend)
+    tried = bench.try_program(TryProgram(program()))
+    assert tried.status == Status.OK, tried.reason
+    assert tried.verdict is not None and tried.verdict.passed
+    assert tried.timing is not None and len(tried.timing.samples_us) == POLICY.samples
+    assert tried.timing.policy == POLICY.name and math.isfinite(tried.timing.median_us)
+
+
+def test_a_wrong_kernel_is_never_timed_and_its_error_is_told(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads(monkeypatch, five_percent_off)
+    tried = bench.try_program(TryProgram(program()))
+    assert tried.status == Status.WRONG_RESULT
+    assert tried.timing is None
+    assert tried.verdict is not None and not tried.verdict.passed
+    assert "over budget" in tried.reason
+
+
+@pytest.mark.parametrize(
+    ("message", "status"),
+    [
+        ("CUDA out of memory. Tried to allocate 2 GiB", Status.OUT_OF_RESOURCES),
+        ("CUDA error: an illegal memory access was encountered", Status.CRASHED),
+    ],
+)
+def test_what_a_launch_raises_is_a_row_and_the_next_candidate_goes_on(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, message: str, status: Status
+) -> None:
+    loads(monkeypatch, raising(message), attend)
+    tried = bench.try_program(TryProgram(program(0)))
+    assert (tried.status, tried.reason) == (status, message)
+    assert bench.try_program(TryProgram(program(1))).status == Status.OK
+
+
+def test_a_time_below_what_the_device_can_do_is_no_time(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads(monkeypatch, attend)
+    snail = replace(CARD, tensor_tflops=1e-9)
+    monkeypatch.setattr(bench, "_job", Prepare(PROBLEM, snail, POLICY, "cpu"))
+    tried = bench.try_program(TryProgram(program()))
+    assert tried.status == Status.CRASHED and tried.timing is None
+    assert "no usable time" in tried.reason
+
+
+def test_a_finalist_that_differs_from_run_to_run_is_wrong(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = [0]
+
+    def drifting(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float) -> None:
+        attend(q, k, v, o, lse, scale)
+        calls[0] += 1
+        lse.add_(2e-6 * (calls[0] % 2))  # far inside its budget
+
+    loads(monkeypatch, attend, drifting)
+    assert bench.confirm(Confirm(program(0))).status == Status.OK
+    assert bench.confirm(Confirm(program(1))).status == Status.WRONG_RESULT
+
+
+def test_the_race_times_programs_and_peers_in_turns_and_names_the_missing(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads(monkeypatch, attend, attend, raising("CUDA error: launch failed"))
+    reply = bench.race(Race((program(0), program(1), program(2)), 4))
+    assert set(reply.programs) == {program(0).key, program(1).key}
+    assert {len(t.samples_us) for t in reply.programs.values()} == {4}
+    assert set(reply.rejected) == {program(2).key}
+    assert any(name.startswith("eager") for name in reply.peers)
+    assert any(name.startswith("sdpa-cudnn") for name in reply.missing)
+    assert not set(reply.peers) & set(reply.missing)
