@@ -1,0 +1,35 @@
+"""The tuning database as `get` and the command line open it, with the families' own decoder."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fagen import settings
+from fagen.generate.families import config_from_dict
+from fagen.records import Records
+
+
+@contextmanager
+def reading(db: str | None) -> Iterator[Records]:
+    """Records of --db, else of FAGEN_DB, else of the user. Raises DatabaseError."""
+    with Records.open(db, "read", config_from_dict) as records:
+        yield records
+
+
+def location(db: str | None) -> str:
+    """The path or URL that --db, FAGEN_DB or the default mean; a password is not shown."""
+    where = db or settings.database_setting() or str(settings.default_database_path())
+    return re.sub(r"(://[^:/@]+):[^@]+@", r"\1:***@", where)
+
+
+def checked(db: str | None) -> str:
+    """Migrate what is older, and say what is there. Makes no file. Raises DatabaseError."""
+    where = db or settings.database_setting() or str(settings.default_database_path())
+    if "://" in where or Path(where).exists():
+        Records.open(db, "write", config_from_dict).close()
+    else:
+        Records.open(db, "read", config_from_dict).close()  # raises when it was named
+    return Records.describe(db)

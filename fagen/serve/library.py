@@ -1,0 +1,181 @@
+"""`fagen.get`: from a shape to a kernel that can be called. Never tunes, never migrates.
+
+memo -> the user's database -> shipped records -> nearest -> predicted -> default. What has no
+passed verdict for this device and toolchain is verified here, at first use, and says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any
+
+from fagen import settings
+from fagen.config import Config
+from fagen.errors import BadProblem, FagenError, NoKernel, VerificationFailed
+from fagen.generate.program import Program
+from fagen.problem import Problem
+from fagen.serve.candidates import Candidate, OnMiss, candidates
+from fagen.serve.database import reading
+from fagen.serve.explain import Explanation, explain
+from fagen.serve.inputs import problem_of, tune_command
+from fagen.serve.kernel import Chosen, Kernel
+from fagen.serve.place import Place, place_of
+from fagen.serve.ready import (
+    fitting,
+    give_up_on,
+    is_candidates_fault,
+    make_ready,
+    refuse_spoilt,
+)
+from fagen.target import Target
+
+if TYPE_CHECKING:
+    from fagen.records import Records
+
+log = logging.getLogger(__name__)
+
+_memo: dict[Any, Kernel] = {}
+_warned: set[str] = set()
+_lock = threading.RLock()
+
+
+def get(
+    *first: Any,
+    device: Any = None,
+    target: str | Target | None = None,
+    on_miss: OnMiss = "nearest",
+    db: str | None = None,
+    **words: Any,
+) -> Kernel:
+    """The best known kernel for a shape; its `repr` says which one and why.
+
+    The shape: keywords as in `make_problem` (seq=8192, head_dim=128, causal=True, ...), a Problem,
+    a tuple (B, H, S, D) with keywords for the rest, or the tensors q, k, v with causal keywords.
+    device: default the tensors', else the current CUDA device. target: a name or a Target, to look
+    at source and config without that device. on_miss: "nearest" takes the nearest tuned shape,
+    then the default config; "default" only the default; "raise" raises NoKernel.
+
+    Raises NoDevice, NoKernel, BadProblem, BadInput, VerificationFailed, NotDuringCapture.
+    """
+    problem, place = _asked(first, words, device, target, db, on_miss)
+    where = place.target, str(place.device), place.db or settings.database_setting()
+    key = (_kind(problem), where, on_miss)
+    with _lock:
+        kernel = _memo.get(key)
+        if kernel is None:
+            chosen = choose(place, on_miss, problem)
+            twins: OnMiss = "nearest" if on_miss == "raise" else on_miss
+            kernel = Kernel(problem, chosen, place.device, partial(choose, place, twins))
+            _memo[key] = kernel
+    return kernel
+
+
+def why(
+    *first: Any,
+    device: Any = None,
+    target: str | Target | None = None,
+    on_miss: OnMiss = "nearest",
+    db: str | None = None,
+    **words: Any,
+) -> Explanation:
+    """What `get` would return for the same arguments, field by field. Runs and stores nothing."""
+    problem, place = _asked(first, words, device, target, db, on_miss)
+    with _open(place.db) as records:
+        rows = records.candidates(problem.class_key) if records is not None else []
+        found = candidates(problem, place.target, place.toolchain, rows, on_miss)
+        for candidate in found:
+            program = fitting(place, problem, candidate)
+            if program is not None:
+                return explain(place, problem, rows, candidate, program, records)
+        return explain(place, problem, rows, None, None, records)
+
+
+@lru_cache(maxsize=1024)
+def _kind(problem: Problem) -> tuple[str, tuple[int, int, int]]:
+    # 25 us to compute; fagen.get(q, k, v)(q, k, v) asks for it in every call.
+    return problem.class_key, problem.bucket
+
+
+def forget() -> None:
+    """Drop every kernel that `get` remembers, so that new tuning results are seen."""
+    with _lock:
+        _memo.clear()
+
+
+def choose(
+    place: Place, on_miss: OnMiss, problem: Problem, prefer: Config | None = None
+) -> Chosen:
+    """The first candidate that can be made ready; on a device: loaded and verified.
+
+    prefer: a config to try before all others.
+    """
+    failures: list[str] = []
+    with _lock, _open(place.db) as records:
+        for candidate, program in _walk(place, on_miss, problem, prefer, records):
+            try:
+                return make_ready(place, candidate, program, records)
+            except Exception as error:
+                if not is_candidates_fault(error):
+                    raise
+                give_up_on(candidate, error, records)
+                refuse_spoilt(place, error)
+                failures.append(str(error))
+    if failures:
+        raise VerificationFailed(
+            f"None of {len(failures)} kernels for {problem} can be used: {failures[0]}",
+            "Run: fagen doctor",
+        )
+    raise NoKernel(
+        f"No kernel for {problem} on {place.target.name}.", f"Run: {tune_command(problem)}"
+    )
+
+
+def _asked(
+    first: tuple[Any, ...], words: dict[str, Any], device: Any, target: Any, db: Any, on_miss: str
+) -> tuple[Problem, Place]:
+    if on_miss not in ("nearest", "default", "raise"):
+        raise BadProblem(f"on_miss {on_miss!r} is unknown.", "Use nearest, default or raise.")
+    problem = problem_of(first, words)
+    if device is None and len(first) == 3:
+        device = first[0].device
+    return problem, place_of(device, target, None if db is None else str(db))
+
+
+def _walk(
+    place: Place,
+    on_miss: OnMiss,
+    problem: Problem,
+    prefer: Config | None,
+    records: Records | None,
+) -> Iterator[tuple[Candidate, Program]]:
+    """Candidates that fit, each source once."""
+    rows = records.candidates(problem.class_key) if records is not None else []
+    tried: set[str] = set()
+    first = [] if prefer is None else [Candidate("default", prefer)]
+    for candidate in (*first, *candidates(problem, place.target, place.toolchain, rows, on_miss)):
+        program = fitting(place, problem, candidate)
+        if program is not None and program.key not in tried:
+            tried.add(program.key)
+            yield candidate, program
+
+
+@contextmanager
+def _open(db: str | None) -> Iterator[Records | None]:
+    """The database for reading, or None with one warning: a broken one is a miss, not an end."""
+    with ExitStack() as stack:
+        try:
+            records = stack.enter_context(reading(db))
+        except FagenError as error:
+            _warn_once(f"going on without the tuning database: {error}")
+            records = None
+        yield records
+
+
+def _warn_once(line: str) -> None:
+    if line not in _warned:
+        _warned.add(line)
+        log.warning("%s", line)

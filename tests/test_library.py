@@ -1,0 +1,579 @@
+"""`fagen.get`: which kernel a shape gets, what a call may be, and what it never does."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sqlite3
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import sqlalchemy
+import torch
+from sqlalchemy import event
+
+import fagen
+from fagen.config import Config
+from fagen.errors import BadInput, BadProblem, NoDevice, NoKernel, VerificationFailed
+from fagen.generate.families import config_from_dict
+from fagen.generate.program import Program
+from fagen.generate.render import render
+from fagen.outcome import Check, Outcome, Status, Timing, Verdict
+from fagen.problem import Problem, make_problem
+from fagen.records import Plan, Records
+from fagen.serve import library
+from fagen.serve.candidates import defaults, distance
+from fagen.target import Target, Toolchain, preset, toolchain
+from serve_fixtures import FakeMachine, attention
+
+H200 = preset("h200")
+SHAPE = {"seq": 256, "head_dim": 64, "heads": 2, "dtype": "fp32"}
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> FakeMachine:
+    fake = FakeMachine()
+    library.forget()
+    library._warned.clear()
+    monkeypatch.setattr("fagen.run.kernel.load", fake.load)
+    monkeypatch.setattr("fagen.judge.verify.Gate", fake.gate)
+    return fake
+
+
+def tensors(
+    batch: int = 1,
+    heads: int = 2,
+    seq: int = 256,
+    dim: int = 64,
+    kv: int | None = None,
+    seq_kv: int | None = None,
+    dtype: torch.dtype = torch.float32,
+):
+    made = torch.Generator().manual_seed(0)
+    kv, seq_kv = kv or heads, seq if seq_kv is None else seq_kv
+    sizes = ((batch, heads, seq, dim), (batch, kv, seq_kv, dim), (batch, kv, seq_kv, dim))
+    return [torch.randn(size, generator=made).to(dtype) for size in sizes]
+
+
+def stored(
+    problem: Problem,
+    config: Config,
+    *,
+    us: float | None = 100.0,
+    target: Target | None = H200,
+    tools: Toolchain | None = None,
+    status: Status = Status.OK,
+    source: str | None = None,
+) -> int:
+    """Write one trial into the test's database; returns its id."""
+    key = source or render(problem, config, toolchain().triton_minor).key
+    verdict = Verdict((Check("o_max", 0.1, 0.5),), "NVIDIA H200")
+    timing = Timing((us,), "test") if us is not None and status is Status.OK else None
+    outcome = Outcome(
+        config,
+        status,
+        "",
+        key,
+        verdict=verdict,
+        timing=timing,
+        predicted_us=us if status is Status.PREDICTED else None,
+    )
+    with Records.open(None, "write", config_from_dict) as records:
+        plan = Plan("test", "test", "test", 0, None, None)
+        run_id = records.begin_run(problem, target, tools or toolchain(), plan)
+        trial_id = records.save(run_id, outcome)
+        records.finish_run(run_id)
+    return trial_id
+
+
+def two_configs(problem: Problem) -> list[Config]:
+    """Of two families, the one that is the default first."""
+    by_family = {config.family: config for config in reversed(list(defaults(problem, H200)))}
+    return [by_family["flash"], by_family["slim"]]
+
+
+# The shape in every form, and one key for it
+
+
+def test_every_form_of_one_shape_gives_one_kernel():
+    q, k, v = tensors()
+    by_words = fagen.get(**SHAPE, device="cpu")
+    assert fagen.get(make_problem(**SHAPE), device="cpu") is by_words
+    assert fagen.get((1, 2, 256, 64), dtype="float32", device="cpu") is by_words
+    assert fagen.get(q, k, v) is by_words
+    assert fagen.get(dtype=torch.float32, heads=2, head_dim=64, seq=256, device="cpu") is by_words
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("seq", 600),
+        ("seq_kv", 600),
+        ("batch", 2),
+        ("heads", 4),
+        ("kv_heads", 1),
+        ("head_dim", 80),
+        ("head_dim_v", 32),
+        ("dtype", "fp16"),
+        ("causal", True),
+    ],
+)
+def test_each_field_of_a_shape_asks_for_its_own_kernel(field: str, value: object):
+    other = fagen.get(**{**SHAPE, field: value}, target="h200")
+    assert other is not fagen.get(**SHAPE, target="h200")
+
+
+@pytest.mark.parametrize(
+    ("first", "words", "said"),
+    [
+        ((), {"seq": 8}, "needs seq and head_dim"),
+        ((), {"seq": 8, "head_dim": 0}, "head_dim must be 1 to 256, got 0"),
+        (((1, 2, 3),), {}, "must be keywords"),
+        (((1, 2, 8, 8),), {"seq": 8}, "says seq already"),
+        ((make_problem(8, 8),), {"seq": 8}, "can't be added"),
+        ((), {"seq": 8, "head_dim": 8, "on_miss": "tune"}, "'tune' is unknown"),
+    ],
+)
+def test_a_shape_that_is_none_is_refused(first: tuple[object, ...], words: list[str], said: str):
+    with pytest.raises(BadProblem, match=re.escape(said)):
+        fagen.get(*first, **words, target="h200")
+
+
+def test_a_word_that_is_unknown_is_a_type_error():
+    with pytest.raises(TypeError, match="lenght"):
+        fagen.get(seq=8, head_dim=8, lenght=3, target="h200")
+
+
+# The chain
+
+
+def test_nothing_stored_gives_the_default_verified_at_first_use(
+    machine: FakeMachine, caplog: pytest.LogCaptureFixture
+):
+    kernel = fagen.get(**SHAPE, device="cpu")
+    assert kernel.config == next(iter(defaults(kernel.problem, H200)))
+    assert (kernel.origin, machine.checked) == ("default", [kernel.chosen.program.key])
+    assert "verified at first use" in repr(kernel)
+    assert sum("has no verdict" in r.message for r in caplog.records) == 1
+
+
+def test_the_fastest_tuned_row_of_the_bucket_is_served():
+    problem = make_problem(**SHAPE)
+    slow, fast = two_configs(problem)
+    stored(problem, slow, us=200.0)
+    trial = stored(make_problem(**{**SHAPE, "seq": 200}), fast, us=50.0)
+    stored(make_problem(**{**SHAPE, "seq": 300}), slow, us=1.0)  # another bucket
+    kernel = fagen.get(**{**SHAPE, "seq": 180}, target="h200")
+    assert (kernel.origin, kernel.config) == ("tuned", fast)
+    assert f"trial {trial}" in repr(kernel) and "50 us" in repr(kernel)
+
+
+def test_rows_of_another_device_are_never_served():
+    problem = make_problem(**SHAPE)
+    stored(problem, two_configs(problem)[1], target=preset("a100"))
+    assert fagen.get(**SHAPE, target="h200").origin == "default"
+
+
+def test_a_row_with_a_verdict_for_this_source_and_place_is_not_verified_again(
+    machine: FakeMachine,
+):
+    problem = make_problem(**SHAPE)
+    stored(problem, two_configs(problem)[1])
+    kernel = fagen.get(**SHAPE, target="h200")
+    assert (kernel.origin, kernel.verdict.where, machine.checked) == ("tuned", "NVIDIA H200", [])
+
+
+@pytest.mark.parametrize("change", ["toolchain", "source"])
+def test_a_row_of_another_build_is_served_only_with_a_new_verdict(
+    machine: FakeMachine, change: str
+):
+    problem = make_problem(**SHAPE)
+    config = two_configs(problem)[1]
+    if change == "toolchain":
+        stored(problem, config, tools=replace(toolchain(), triton="3.6.0"))
+    else:
+        stored(problem, config, source="0" * 16)
+    assert fagen.get(**SHAPE, target="h200").verdict is None
+    kernel = fagen.get(**SHAPE, device="cpu")
+    assert (kernel.origin, kernel.config, len(machine.checked)) == ("tuned", config, 1)
+
+
+def test_the_nearest_tuned_shape_is_next_unless_left_out():
+    near, far = make_problem(**{**SHAPE, "seq": 512}), make_problem(**{**SHAPE, "seq": 4096})
+    first = next(defaults(far, H200))
+    second = next(c for c in defaults(near, H200) if c.family == "kv_outer")
+    stored(far, first, us=1.0)
+    stored(near, second, us=90.0)
+    kernel = fagen.get(**SHAPE, target="h200")
+    assert (kernel.origin, kernel.config) == ("nearest", second)
+    assert "tuned for forward fp32 B1 H2 N512" in repr(kernel)
+    assert fagen.get(**SHAPE, target="h200", on_miss="default").origin == "default"
+
+
+def test_distance_counts_doublings_over_the_bucketed_sizes():
+    a, b = make_problem(1024, 64), make_problem(4096, 64, seq_kv=1024, batch=2)
+    assert (distance(a, b), distance(a, a)) == (3.0, 0.0)
+
+
+def test_a_predicted_row_is_a_seed_that_must_be_verified(machine: FakeMachine):
+    problem = make_problem(**SHAPE)
+    config = two_configs(problem)[1]
+    stored(problem, config, us=10.0, status=Status.PREDICTED)
+    assert fagen.get(**SHAPE, target="h200").verdict is None
+    kernel = fagen.get(**SHAPE, device="cpu")
+    assert (kernel.origin, kernel.config, len(machine.checked)) == ("predicted", config, 1)
+
+
+def test_on_miss_raise_names_the_command_that_tunes():
+    with pytest.raises(
+        NoKernel, match=r"fagen tune --seq 256 --head-dim 64 --heads 2 --dtype fp32"
+    ):
+        fagen.get(**SHAPE, target="h200", on_miss="raise")
+
+
+def test_a_row_that_fails_the_gate_is_quarantined_and_the_next_one_is_served(machine: FakeMachine):
+    problem = make_problem(**SHAPE)
+    config = next(c for c in defaults(problem, H200) if c.family != "flash")
+    trial = stored(problem, config)
+    machine.wrong.add(config.family)
+    kernel = fagen.get(**SHAPE, device="cpu")
+    assert kernel.origin == "default"
+    with Records.open(None, "read", config_from_dict) as records:
+        assert "failed the gate" in records.trial(trial).quarantined
+    library.forget()
+    checked = len(machine.checked)
+    fagen.get(**SHAPE, device="cpu")
+    assert len(machine.checked) == checked  # the verdict of the default was stored
+
+
+def test_when_every_candidate_fails_it_says_so(machine: FakeMachine):
+    machine.wrong |= {"flash", "kv_outer", "slim"}
+    with pytest.raises(VerificationFailed, match="can be used"):
+        fagen.get(**SHAPE, device="cpu")
+
+
+def test_a_device_error_is_not_blamed_on_the_candidate(
+    machine: FakeMachine, monkeypatch: pytest.MonkeyPatch
+):
+    def load(program: Program, target: Target | None, device: torch.device):
+        raise NoDevice("no such device")
+
+    monkeypatch.setattr("fagen.run.kernel.load", load)
+    with pytest.raises(NoDevice):
+        fagen.get(**SHAPE, device="cpu")
+
+
+# A database that is of no use
+
+
+@pytest.mark.parametrize("content", [b"", b"SQLite format 3\0" + b"x" * 84, b"hello", None])
+def test_a_broken_database_is_a_miss_with_one_warning(
+    content: bytes | None, caplog: pytest.LogCaptureFixture, tmp_path: Path
+):
+    path = Path(os.environ["FAGEN_DB"])
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_bytes(content)
+    for _ in range(2):
+        assert fagen.get(**SHAPE, target="h200").origin == "default"
+        library.forget()
+    warnings = [r.message for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warnings) == 1 and str(path) in warnings[0]
+    assert path.is_dir() or path.read_bytes() == content  # left as it was
+
+
+def test_a_row_of_an_unknown_family_is_skipped_and_the_others_serve():
+    problem = make_problem(**SHAPE)
+    first, second = two_configs(problem)
+    bad = stored(problem, first, us=1.0)
+    stored(problem, second, us=9.0)
+    with sqlite3.connect(os.environ["FAGEN_DB"]) as connection:
+        connection.execute("UPDATE trial SET config = '{\"family\"' WHERE id = ?", (bad,))
+    connection.close()
+    assert fagen.get(**SHAPE, target="h200").config == second
+
+
+def test_without_a_home_get_works_from_the_default(tmp_path: Path):
+    code = (
+        "import fagen; kernel = fagen.get(seq=256, head_dim=64, target='h200');"
+        "print(kernel.origin)"
+    )
+    env = {k: v for k, v in os.environ.items() if k not in ("HOME", "FAGEN_DB", "FAGEN_CACHE")}
+    env = {k: v for k, v in env.items() if not k.startswith("XDG_")}
+    for home in ("/nonexistent", "/dev/null"):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**env, "HOME": home},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (done.returncode, done.stdout.strip()) == (0, "default"), done.stderr
+
+
+# Calls
+
+
+@pytest.mark.parametrize("causal_align", [None, "top_left", "bottom_right"])
+def test_a_call_returns_what_the_formula_says(causal_align: str | None):
+    q, k, v = tensors(heads=4, kv=2, seq=40, seq_kv=56)
+    words = {"causal": True, "causal_align": causal_align} if causal_align else {}
+    kernel = fagen.get(q, k, v, **words)
+    out, lse = kernel(q, k, v, return_lse=True)
+    right, right_lse = attention(q, k, v, causal_align or "none", 64**-0.5)
+    assert torch.equal(out, right) and torch.equal(lse, right_lse)
+    assert torch.equal(kernel(q, k, v), right)
+
+
+@pytest.mark.parametrize("scale", [0.3, 1.0, 0.0, -0.5])
+def test_the_scale_is_what_was_asked_for(scale: float, machine: FakeMachine):
+    q, k, v = tensors(seq=40)
+    out = fagen.get(q, k, v)(q, k, v, scale=scale)
+    assert torch.equal(out, attention(q, k, v, "none", scale)[0])
+    assert machine.loaded[-1].program.problem.features.scale == (
+        "positive" if scale > 0 else "any"
+    )
+
+
+def strided(kind: str) -> list[torch.Tensor]:
+    q, k, v = tensors(seq=48)
+    if kind == "offset":
+        wide = torch.zeros(1, 2, 48, 65)
+        wide[..., 1:] = k
+        return [q, wide[..., 1:], v]
+    if kind == "transposed":
+        return [q.transpose(2, 3).contiguous().transpose(2, 3), k, v]
+    return [q, k[:, :1].expand(1, 2, 48, 64), v]
+
+
+@pytest.mark.parametrize("kind", ["offset", "transposed", "broadcast"])
+def test_other_strides_run_on_a_twin_that_is_verified_once(kind: str, machine: FakeMachine):
+    q, k, v = tensors(seq=48)
+    kernel = fagen.get(q, k, v)
+    kernel(q, k, v)
+    odd = strided(kind)
+    for _ in range(3):
+        assert torch.equal(kernel(*odd), attention(*odd, "none", 0.125)[0])
+    assert [r.program.problem.layout for r in machine.loaded] == ["aligned16", "any"]
+    assert len(machine.checked) == 2
+
+
+def test_rows_of_the_output_decide_the_layout_too(machine: FakeMachine):
+    q, k, _ = tensors(seq=48, dim=64)
+    v = torch.randn(1, 2, 48, 8)[..., :7]  # its rows are aligned, those of a dense output are not
+    kernel = fagen.get(q, k, v)
+    assert kernel(q, k, v).shape == (1, 2, 48, 7)
+    assert machine.loaded[-1].program.problem.layout == "any"
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"seq": 0}, {"batch": 0}, {"seq": 5, "seq_kv": 0}, {"seq": 1, "seq_kv": 1}]
+)
+def test_empty_and_tiny_sizes_have_the_shape_of_their_output(sizes: dict[str, int]):
+    q, k, v = tensors(**sizes)
+    out, lse = fagen.get(q, k, v)(q, k, v, return_lse=True)
+    assert (out.shape, lse.shape) == (q.shape, q.shape[:3])
+    if k.shape[2] == 0:
+        assert torch.all(out == 0) and torch.all(lse == -torch.inf)
+
+
+def test_any_size_of_the_kind_may_be_called():
+    kernel = fagen.get(**SHAPE, device="cpu")
+    for sizes in ({"batch": 3}, {"heads": 5}, {"seq": 17, "seq_kv": 90}):
+        q, k, v = tensors(**sizes)
+        assert torch.equal(kernel(q, k, v), attention(q, k, v, "none", 0.125)[0])
+
+
+def test_a_size_above_the_sources_limit_gets_another_source_once(machine: FakeMachine):
+    problem = make_problem(**SHAPE)
+    slim = next(c for c in defaults(problem, H200) if c.family == "slim")
+    stored(problem, slim)
+    kernel = fagen.get(**SHAPE, device="cpu")
+    assert kernel.config.family == "slim"
+    q, k, v = tensors(seq=16, seq_kv=kernel.chosen.program.limits["seq_kv"] + 1)
+    for _ in range(2):
+        assert torch.equal(kernel(q, k, v), attention(q, k, v, "none", 0.125)[0])
+    assert [r.program.config.family for r in machine.loaded] == ["slim", "flash"]
+
+
+def bad(**changes: torch.Tensor) -> list[torch.Tensor]:
+    q, k, v = tensors()
+    return [changes.get("q", q), changes.get("k", k), changes.get("v", v)]
+
+
+@pytest.mark.parametrize(
+    ("qkv", "said"),
+    [
+        (bad(q=torch.zeros(2, 256, 64)), "q has 3 dimensions"),
+        (bad(k=torch.zeros(1, 1, 2, 256, 64)), "k has 5 dimensions"),
+        (bad(k=torch.zeros(1, 2, 256, 64, dtype=torch.float16)), "differ in dtype"),
+        ([t.double() for t in bad()], "torch.float64 is not supported"),
+        (bad(k=torch.zeros(1, 2, 256, 64, device="meta")), "differ in device"),
+        (bad(k=torch.zeros(1, 2, 255, 64)), "differ in heads or length"),
+        (bad(k=torch.zeros(1, 2, 256, 32)), "differ in head size"),
+        (bad(q=torch.zeros(2, 2, 256, 64)), "Batch sizes differ"),
+        (bad(q=torch.zeros(1, 3, 256, 64)), "3 query heads are no multiple of 2"),
+        (bad(q=torch.zeros(1, 4, 256, 64)), "ratio of query to key/value heads 1, got 2"),
+        ([t[..., :32] for t in bad()], "head size of q and k 64, got 32"),
+        (bad(v=torch.zeros(1, 2, 256, 32)), "head size of v 64, got 32"),
+        ([t.half() for t in bad()], "dtype fp32, got fp16"),
+        ([t.to("meta") for t in bad()], "made for cpu, the tensors are on meta"),
+        (bad(q=[[1.0]]), "q must be a tensor, got list"),
+        (bad(q=torch.zeros(1, 2, 256, 64, requires_grad=True)), "no backward pass"),
+    ],
+)
+def test_tensors_that_a_kernel_cant_take_are_refused(
+    qkv: list[torch.Tensor], said: str, machine: FakeMachine
+):
+    kernel = fagen.get(**SHAPE, device="cpu")
+    with pytest.raises(BadInput, match=re.escape(said)):
+        kernel(*qkv)
+    assert machine.loaded[0].launches == []
+
+
+def test_inputs_that_require_grad_run_where_no_gradient_is_asked_for():
+    q, k, v = tensors()
+    kernel = fagen.get(q, k, v)
+    q.requires_grad_()
+    with torch.no_grad():
+        out = kernel(q, k, v)
+    assert torch.equal(out, attention(q.detach(), k, v, "none", 0.125)[0])
+    with pytest.raises(BadInput, match="requires grad"):
+        kernel(q, k, v)
+
+
+# Devices
+
+
+def test_a_target_alone_gives_a_kernel_to_read():
+    kernel = fagen.get(**SHAPE, target="h200")
+    assert f"def {kernel.chosen.program.name}(" in kernel.source
+    with pytest.raises(NoDevice, match="can only be read"):
+        kernel(*tensors())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+def test_without_device_and_target_the_error_says_what_to_do():
+    with pytest.raises(NoDevice, match=r"target='h200'.*fagen show"):
+        fagen.get(**SHAPE)
+
+
+def test_other_devices_than_cuda_are_refused():
+    with pytest.raises(NoDevice, match="not on mps"):
+        fagen.get(**SHAPE, device="mps")
+
+
+def test_nothing_is_loaded_while_a_graph_is_captured(
+    monkeypatch: pytest.MonkeyPatch, machine: FakeMachine
+):
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
+    place = replace(library.place_of("cpu", None, None), device=torch.device("cuda", 0))
+    with pytest.raises(fagen.errors.NotDuringCapture, match="before the capture"):
+        library.choose(place, "nearest", make_problem(**SHAPE))
+    assert machine.loaded == []
+
+
+# Cost of a call
+
+
+def test_ten_thousand_calls_ask_the_database_nothing():
+    statements: list[str] = []
+
+    def count(conn: object, cursor: object, statement: str, *rest: object):
+        statements.append(statement)
+
+    problem = make_problem(**SHAPE)
+    stored(problem, two_configs(problem)[1])
+    event.listen(sqlalchemy.Engine, "before_cursor_execute", count)
+    try:
+        q, k, v = tensors(seq=4)
+        kernel = fagen.get(q, k, v)
+        kernel(q, k, v)
+        assert statements  # the first call did ask
+        statements.clear()
+        kernel._plans = {key: p._replace(launch=_nothing) for key, p in kernel._plans.items()}
+        for _ in range(10_000):
+            kernel(q, k, v)
+            fagen.get(q, k, v)
+        assert statements == []
+    finally:
+        event.remove(sqlalchemy.Engine, "before_cursor_execute", count)
+
+
+def test_a_call_costs_the_host_little_more_than_its_allocations():
+    q, k, v = tensors(seq=4)
+    kernel = fagen.get(q, k, v)
+    kernel(q, k, v)
+    kernel._plans = {key: p._replace(launch=_nothing) for key, p in kernel._plans.items()}
+
+    def call_us() -> float:
+        start = time.perf_counter()
+        for _ in range(500):
+            kernel(q, k, v)
+        return (time.perf_counter() - start) / 500 * 1e6
+
+    assert min(call_us() for _ in range(10)) < 50  # 9 us on an idle core, 5 of them torch.empty
+
+
+def _nothing(*_args: object) -> None:
+    """A launch that does nothing."""
+
+
+def test_calls_go_on_while_the_database_is_locked():
+    problem = make_problem(**SHAPE)
+    stored(problem, two_configs(problem)[1])
+    q, k, v = tensors(seq=4)
+    kernel = fagen.get(q, k, v)
+    lock = sqlite3.connect(os.environ["FAGEN_DB"], isolation_level=None)
+    lock.execute("PRAGMA locking_mode=EXCLUSIVE")
+    lock.execute("BEGIN EXCLUSIVE")
+    try:
+        assert fagen.get(q, k, v) is kernel
+        assert torch.equal(kernel(q, k, v), attention(q, k, v, "none", 0.125)[0])
+    finally:
+        lock.close()
+
+
+def test_many_lengths_load_few_kernels_and_keep_few_plans(
+    machine: FakeMachine, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("serve_fixtures.FakeRunner.launch", _nothing)
+    kernel = fagen.get(**SHAPE, device="cpu")
+    for seq in range(1, 301):
+        kernel(*tensors(seq=seq, heads=1))
+    assert len(machine.loaded) == 1
+    assert len(kernel._plans) <= 256
+
+
+def test_a_broken_cuda_context_blames_one_kernel_alone(
+    monkeypatch: pytest.MonkeyPatch, machine: FakeMachine
+):
+    def load(program: Program, target: Target, device: torch.device):
+        machine.checked.append(program.key)
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def synchronize(device: torch.device):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr("fagen.run.kernel.load", load)
+    monkeypatch.setattr("torch.cuda.synchronize", synchronize)
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
+    place = replace(library.place_of("cpu", None, None), device=torch.device("cuda", 0))
+    with pytest.raises(VerificationFailed, match="Start Python again"):
+        library.choose(place, "nearest", make_problem(**SHAPE))
+    assert len(machine.checked) == 1
+
+
+def test_the_sign_of_each_calls_scale_picks_its_source(machine: FakeMachine):
+    q, k, v = tensors(seq=40)
+    kernel = fagen.get(q, k, v)
+    for scale in (0.5, -0.5, None, 0.0, 2.0):
+        kernel(q, k, v, scale=scale)
+    launches = {r.program.problem.features.scale: len(r.launches) for r in machine.loaded}
+    assert launches == {"positive": 3, "any": 2}
