@@ -1,0 +1,177 @@
+"""`fagen db`: what the tuning database knows."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+import click
+
+from fagen.cli.options import db_option, json_option, shape_options
+from fagen.cli.output import emit, emit_json, emit_rows
+from fagen.outcome import Status
+from fagen.problem import Problem
+
+EMPTY = "Nothing is stored yet. Run: fagen tune --seq 8192 --head-dim 128"
+
+
+def _when(_ctx: click.Context, _param: click.Parameter, value: str | None) -> datetime | None:
+    """An ISO date or time; without an offset it is meant in local time."""
+    if value is None:
+        return None
+    try:
+        return datetime.fromisoformat(value).astimezone()
+    except (ValueError, OverflowError):
+        raise click.BadParameter(
+            f"{value!r} is no ISO date or time, as in 2026-11-01 or 2026-11-01T01:30+09:00."
+        ) from None
+
+
+since_option = click.option(
+    "--since", callback=_when, metavar="DATE", help="From this ISO date or time on [local time]."
+)
+limit_option = click.option("--limit", type=click.IntRange(min=1), help="At most so many, newest.")
+
+
+@click.group("db")
+def command() -> None:
+    """Look at the tuning database. Only `db check` changes it.
+
+    \b
+    Example:
+      fagen db list --since 2026-11-01
+    """
+
+
+@command.command("path")
+@db_option
+@json_option
+def path(db: str | None, as_json: bool) -> None:
+    """Say where the database is.
+
+    \b
+    Example:
+      fagen db path
+    """
+    from fagen.serve.database import location
+
+    if as_json:
+        emit_json({"path": location(db)})
+    else:
+        emit(location(db))
+
+
+@command.command("list")
+@since_option
+@limit_option
+@db_option
+@json_option
+def list_runs(since: datetime | None, limit: int | None, db: str | None, as_json: bool) -> None:
+    """List the tuning runs, newest first, with the best time known for each.
+
+    \b
+    Example:
+      fagen db list --since 2026-11-01
+    """
+    from fagen.report import stored
+    from fagen.serve.database import reading
+
+    with reading(db) as records:
+        rows = stored.run_rows(records.runs(since=since, limit=limit), records.winners())
+    columns = ["run_id", "started", "state", "problem", "target", "trials", "best_us"]
+    emit_rows(rows if as_json else stored.localized(rows), columns, as_json=as_json, nothing=EMPTY)
+
+
+@command.command("best")
+@db_option
+@json_option
+def best(db: str | None, as_json: bool) -> None:
+    """List the best kernel of every shape bucket, device and toolchain.
+
+    \b
+    Example:
+      fagen db best --json
+    """
+    from fagen.report import stored
+    from fagen.serve.database import reading
+
+    with reading(db) as records:
+        rows = [stored.record_row(record) for record in records.winners()]
+    columns = ["trial_id", "problem", "target", "triton", "median_us", "config"]
+    emit_rows(rows, columns, as_json=as_json, nothing=EMPTY)
+
+
+@command.command("trials")
+@click.option("--run", "run_id", type=int, metavar="ID", help="Of one run.")
+@click.option("--status", type=click.Choice([s.value for s in Status]), help="With one status.")
+@shape_options(required=False)
+@since_option
+@limit_option
+@db_option
+@json_option
+def trials(
+    run_id: int | None,
+    status: str | None,
+    problem: Problem | None,
+    since: datetime | None,
+    limit: int | None,
+    db: str | None,
+    as_json: bool,
+) -> None:
+    """List the trials, newest first, with what became of each and why.
+
+    \b
+    Example:
+      fagen db trials --run 3 --status wrong_result
+    """
+    from fagen.report import stored
+    from fagen.serve.database import reading
+
+    state = None if status is None else Status(status)
+    with reading(db) as records:
+        found = records.trials(
+            run_id=run_id, problem=problem, status=state, since=since, limit=limit
+        )
+    rows = [stored.record_row(record) for record in found]
+    columns = ["trial_id", "run_id", "status", "median_us", "predicted_us", "config", "reason"]
+    emit_rows(rows, columns, as_json=as_json, nothing=EMPTY)
+
+
+@command.command("show")
+@click.argument("trial", type=int)
+@db_option
+@json_option
+def show(trial: int, db: str | None, as_json: bool) -> None:
+    """Show one TRIAL: config, facts, errors beside their budgets, times.
+
+    \b
+    Example:
+      fagen db show 12
+    """
+    from fagen.report import stored
+    from fagen.serve.database import reading
+
+    with reading(db) as records:
+        record = records.trial(trial)
+    if as_json:
+        emit_json(stored.detail_row(record))
+    else:
+        emit("\n".join(stored.detail_lines(record)))
+
+
+@command.command("check")
+@db_option
+@json_option
+def check(db: str | None, as_json: bool) -> None:
+    """Check the database, and bring an older one to this version after a backup.
+
+    \b
+    Example:
+      fagen db check --db copy.db
+    """
+    from fagen.serve.database import checked
+
+    text = checked(db)
+    if as_json:
+        emit_json({"ok": True, "text": text})
+    else:
+        emit(text)

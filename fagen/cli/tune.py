@@ -1,0 +1,94 @@
+"""`fagen tune`."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+from fagen.cli.options import db_option, json_option, place_options, shape_options
+from fagen.cli.output import emit, emit_json, emit_table, note
+from fagen.problem import Problem
+
+if TYPE_CHECKING:
+    from fagen.cli.progress import Watcher
+    from fagen.tune.result import TuneResult
+
+
+@click.command("tune")
+@shape_options(required=True)
+@place_options
+@click.option(
+    "--trials",
+    type=click.IntRange(min=0),
+    help="Trials of this shape in all, earlier runs included.",
+)
+@click.option(
+    "--timeout", type=click.FloatRange(min=0), metavar="SECONDS", help="Wall time of this run."
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the search.")
+@db_option
+@json_option
+@click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
+def command(
+    problem: Problem,
+    device: str | None,
+    target: str | None,
+    trials: int | None,
+    timeout: float | None,
+    seed: int,
+    db: str | None,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Generate, check and time kernels for a shape, and keep every result.
+
+    Without a GPU it works offline for --target (default h200): everything but timing.
+    Exit code 0 with a winner, 1 without, 130 or 143 when interrupted; what was measured is kept.
+
+    \b
+    Example:
+      fagen tune --seq 8192 --head-dim 128 --causal
+    """
+    from fagen.cli.places import place_of
+
+    where, has_gpu = place_of(device, target)
+    if not quiet:
+        offline = "" if has_gpu else ", offline: nothing will be timed"
+        note(f"Tuning {problem} on {where}{offline}.")
+    with _watcher(quiet) as watcher:
+        from fagen.tune.tuner import TRIALS, tune  # slow to import: the first line is out by now
+
+        result = tune(
+            problem,
+            target=None if has_gpu else where,
+            device=device,
+            trials=TRIALS if trials is None else trials,
+            timeout=timeout,
+            seed=seed,
+            db=db,
+            on_event=watcher,
+        )
+    _show(result, watcher, db, as_json)
+
+
+def _watcher(quiet: bool) -> Watcher:
+    from fagen.cli.progress import Bar, PlainLines, Quiet, Watcher
+
+    if quiet:
+        return Watcher(Quiet())
+    return Watcher(Bar() if sys.stderr is not None and sys.stderr.isatty() else PlainLines())
+
+
+def _show(result: TuneResult, watcher: Watcher, db: str | None, as_json: bool) -> None:
+    from fagen.report import tuning
+    from fagen.serve.database import location
+
+    if as_json:
+        emit_json(tuning.tune_row(result, watcher.rejected))
+        return
+    emit(f"{result.problem} on {result.target}")
+    emit_table(tuning.tune_table(result))
+    cuts = watcher.started.cuts if watcher.started is not None else {}
+    emit("\n".join(tuning.tune_lines(result, watcher.rejected, cuts, location(db))))

@@ -1,0 +1,74 @@
+"""A database with trials in it, and the command line in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from fagen.generate.families import config_from_dict
+from fagen.generate.render import render
+from fagen.outcome import Built, Check, KernelFacts, Outcome, Status, Timing, Verdict
+from fagen.problem import make_problem
+from fagen.records import Plan, Records
+from fagen.serve.candidates import defaults
+from fagen.target import Target, preset, toolchain
+
+
+def fagen(*words: str, env: dict[str, str] | None = None, **more: Any):
+    """Run `python -m fagen`; stderr is captured, stdout too unless told otherwise."""
+    given = {"stdout": subprocess.PIPE, "text": True, **more}
+    return subprocess.run(
+        [sys.executable, "-m", "fagen", *words],
+        env={**os.environ, **(env or {})},
+        stderr=subprocess.PIPE,
+        check=False,
+        **given,
+    )
+
+
+def write_trials(trials: list[dict[str, Any]], db: str | None = None) -> list[int]:
+    """One run each with one trial: status, seq, us, reason, target. Returns the trials' ids."""
+    with Records.open(db, "write", config_from_dict) as records:
+        return [_write(records, **trial) for trial in trials]
+
+
+def _write(
+    records: Records,
+    *,
+    status: Status = Status.OK,
+    seq: int = 64,
+    us: float = 12.5,
+    reason: str = "",
+    error: float = 0.25,
+    target: Target | None = None,
+) -> int:
+    problem, target = make_problem(seq, 16), target or preset("h200")
+    config = next(defaults(problem, preset("h200")))
+    program = render(problem, config, toolchain().triton_minor)
+    outcome = Outcome(
+        config,
+        status,
+        reason,
+        program.key,
+        program.template_digest,
+        built=Built("kernel.py", (KernelFacts(program.name, 1024, 64, 0),)),
+        verdict=Verdict((Check("o_max", error, 0.5),), target.name),
+        timing=Timing((us,), "test") if status is Status.OK else None,
+    )
+    run_id = records.begin_run(
+        problem, target, toolchain(), Plan("test", "test", "test", 0, None, None)
+    )
+    trial_id = records.save(run_id, outcome)
+    records.finish_run(run_id)
+    return trial_id
+
+
+def rows_of(db: Path, statement: str) -> list[Any]:
+    """Run SQL on a database file behind everybody's back."""
+    with closing(sqlite3.connect(db)) as connection, connection:
+        return connection.execute(statement).fetchall()
