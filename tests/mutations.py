@@ -1,0 +1,204 @@
+"""Planted faults: edits of generated text, each of a kind that somebody shipped."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from fagen.config import Config
+from fagen.generate.families import flash, kv_outer, slim
+from fagen.generate.program import Program
+from fagen.generate.render import render
+from fagen.problem import Problem, make_problem
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """`old` (a regular expression) becomes `new` wherever it stands in the kernel of `case`."""
+
+    name: str
+    case: tuple[Problem, Config]
+    old: str
+    new: str
+    gpu_only: bool = False  # an ordering fault, which the interpreter can't show
+
+
+def mutated(mutation: Mutation) -> Program:
+    """The Program with the fault, under a name of its own."""
+    program = render(*mutation.case)
+    source, count = re.subn(mutation.old, mutation.new, program.source)
+    assert count > 0, f"{mutation.name}: {mutation.old} is not in {program.name}"
+    name = f"{program.name}_{re.sub('[^a-z0-9]+', '_', mutation.name)}"
+    return replace(
+        program,
+        name=name,
+        source=source.replace(program.name, name),
+        entries=tuple(
+            replace(e, function=e.function.replace(program.name, name)) for e in program.entries
+        ),
+    )
+
+
+def _flash(**knobs: object) -> Config:
+    return Config("flash", flash.Knobs(64, 32, 4, 2, **knobs))  # type: ignore[arg-type]
+
+
+_FULL = make_problem(500, 24, dtype="fp16")
+_CAUSAL = make_problem(500, 24, dtype="fp16", causal=True)
+_CORNER = make_problem(500, 24, dtype="fp16", causal=True, causal_align="bottom_right")
+_GROUPED = make_problem(500, 24, dtype="fp16", heads=4, kv_heads=2)
+
+FULL = (_FULL, _flash())
+CAUSAL = (_CAUSAL, _flash())
+CORNER = (_CORNER, _flash(mask="longest_first"))
+GROUPED = (_GROUPED, _flash(order="heads_first"))
+KEPT = (_FULL, _flash(rescale_tau=8.0, rescale_skip="branch"))
+ROTATED = (_CAUSAL, _flash(loop="rotate_p"))
+AHEAD = (_FULL, _flash(loop="rotate_s"))
+
+OUTER = (_FULL, Config("kv_outer", kv_outer.Knobs(64, 32, 4, 1, 4)))
+OUTER_CAUSAL = (_CAUSAL, OUTER[1])
+OUTER_CORNER = (_CORNER, OUTER[1])
+OUTER_GROUPED = (_GROUPED, OUTER[1])
+
+_SHORT = replace(_FULL, shape=replace(_FULL.shape, seq_q=120, seq_kv=120))
+SLIM = (_SHORT, Config("slim", slim.Knobs(32, 32, 128, 4)))
+SLIM_CAUSAL = (replace(_SHORT, features=_CAUSAL.features), SLIM[1])
+SLIM_CORNER = (replace(_SHORT, features=_CORNER.features), SLIM[1])
+SLIM_GROUPED = (
+    replace(_SHORT, shape=replace(_SHORT.shape, heads_q=4, heads_kv=2)),
+    SLIM[1],
+)
+
+_STORE_LAST = (r"tl.store\(LSE \+ out, lse, mask=rows < seq_q\)", r"tl.store(LSE + out, lse)")
+
+
+def _everywhere(
+    full: tuple[Problem, Config],
+    causal: tuple[Problem, Config],
+    corner: tuple[Problem, Config],
+    grouped: tuple[Problem, Config],
+) -> list[Mutation]:
+    """Faults that every forward family can have."""
+    visible = r"<= last_seen\[:, None\]"
+    return [
+        Mutation("diagonal hidden", causal, visible, "< last_seen[:, None]"),
+        Mutation("one key too many", causal, visible, "<= last_seen[:, None] + 1"),
+        Mutation("wrong corner", corner, r"rows \+ seq_kv - seq_q", "rows"),
+        Mutation("pad key counted", full, r"< seq_kv, s,", "<= seq_kv, s,"),
+        Mutation(
+            "memory past the last key",
+            full,
+            r"offs_n\[:, None\] < seq_kv",
+            "offs_n[:, None] < seq_kv + 1",
+        ),
+        Mutation(
+            "last query row unwritten",
+            full,
+            r"\(rows\[:, None\] < seq_q\) &",
+            "(rows[:, None] < seq_q - 1) &",
+        ),
+        Mutation("LSE past its end", full, *_STORE_LAST),
+        Mutation("LSE in log2", full, r" \* 0.6931471805599453", ""),
+        Mutation(
+            "scale of the padded head", full, r"\bscale_log2 -", "(scale_log2 * 0.8660254) -"
+        ),
+        Mutation("wrong key head", grouped, r"head_q // group", "head_q % group"),
+        Mutation("maximum not subtracted", full, r"- (m_new|m_i)\[:, None\]\)", "- 0.0)"),
+        Mutation(
+            "hidden row is NaN",
+            corner,
+            r"tl.where\(hidden\[:, None\], 0.0, ",
+            "tl.where(hidden[:, None], float('nan'), ",
+        ),
+        Mutation(
+            "hidden row not guarded",
+            corner,
+            r"base = tl.where\(\w+ == float\(\"-inf\"\), 0.0, (\w+)\)",
+            r"base = \1",
+        ),
+        Mutation("sum not divided", full, r"acc = acc / l_i\[:, None\]", "acc = acc"),
+        Mutation(
+            "probabilities in 8 bits",
+            full,
+            r"p.to\(tl.float16\)",
+            "p.to(tl.float8e5).to(tl.float16)",
+            gpu_only=True,
+        ),
+    ]
+
+
+MUTATIONS: dict[str, list[Mutation]] = {
+    "flash": [
+        *_everywhere(FULL, CAUSAL, CORNER, GROUPED),
+        Mutation("rescale forgotten", FULL, r"acc = acc \* alpha\[:, None\]", "acc = acc"),
+        Mutation("sum not rescaled", FULL, r"l_i \* alpha \+", "l_i +"),
+        Mutation(
+            "last tile skipped",
+            FULL,
+            r"full_end, kv_end, BLOCK_N",
+            "full_end, kv_end - BLOCK_N, BLOCK_N",
+        ),
+        Mutation(
+            "first tile skipped", FULL, r"tl.range\(0, full_end", "tl.range(BLOCK_N, full_end"
+        ),
+        Mutation("diagonal taken as full", CAUSAL, r"start_m \+ 1\)", "start_m + BLOCK_M)"),
+        Mutation(
+            "new maximum without the multiply",
+            KEPT,
+            r"m_new = tl.where\(m_new <= m_i \+ TAU, m_i, m_new\)",
+            "pass",
+        ),
+        Mutation(
+            "kept maximum, stale sum",
+            KEPT,
+            r"return p, alpha, m_new, l_i",
+            "return p, alpha, tl.maximum(m_new, m_i + 1.0), l_i",
+        ),
+        Mutation(
+            "values one tile ahead",
+            ROTATED,
+            r"tl.cast\(n - BLOCK_N, tl.int64\)",
+            "tl.cast(n, tl.int64)",
+        ),
+        Mutation("scores one tile late", AHEAD, r"        s = s_next\n", ""),
+    ],
+    "kv_outer": [
+        *_everywhere(OUTER, OUTER_CAUSAL, OUTER_CORNER, OUTER_GROUPED),
+        Mutation("rescale forgotten", OUTER, r"acc = acc \* alpha\[:, None\]", "acc = acc"),
+        Mutation("sum not rescaled", OUTER, r"l_i \* alpha \+", "l_i +"),
+        Mutation(
+            "last key tile skipped",
+            OUTER,
+            r"tl.range\(0, kv_end, BLOCK_N\)",
+            "tl.range(0, kv_end - BLOCK_N, BLOCK_N)",
+        ),
+        Mutation(
+            "state not stored", OUTER, r"tl.store\(L \+ state \+ rows, l_i, mask=live\)", "pass"
+        ),
+        Mutation(
+            "state of another head",
+            OUTER,
+            r"state = head.to\(tl.int64\) \* seq_q",
+            "state = head_kv.to(tl.int64) * 0",
+        ),
+        Mutation(
+            "first query tile skipped", OUTER, r"start = first_m", "start = first_m + BLOCK_M"
+        ),
+        Mutation("stale memory as state", OUTER, r" & \(n > 0\), other=0.0", ", other=0.0"),
+    ],
+    "slim": [
+        *_everywhere(SLIM, SLIM_CAUSAL, SLIM_CORNER, SLIM_GROUPED),
+        Mutation(
+            "maximum of the last piece",
+            SLIM,
+            r"m_i = tl.maximum\(m_i, tl.max\((s\d), 1\)\)",
+            r"m_i = tl.max(\1, 1)",
+        ),
+        Mutation("sum of the last piece", SLIM, r"l_i \+= ", "l_i = "),
+        Mutation("diagonal taken as full", SLIM_CAUSAL, r"start_m \+ 1\)", "start_m + BLOCK_M)"),
+        Mutation(
+            "last piece skipped", SLIM, r"if kv_end > 2 \* BLOCK_N:", "if kv_end > 3 * BLOCK_N:"
+        ),
+    ],
+}

@@ -1,0 +1,48 @@
+"""The gate's own test, through the worker of offline tuning: faults caught, variants kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from exact_variants import exact_variants
+from fagen.config import Config
+from fagen.generate.render import render
+from fagen.outcome import Status
+from fagen.problem import Problem
+from fagen.target import preset
+from fagen.tune.children import Child
+from fagen.tune.jobs import InterpretJob, Tried
+from mutations import MUTATIONS, Mutation, mutated
+
+PLANTED = [m for family in MUTATIONS.values() for m in family if not m.gpu_only]
+VARIANTS = exact_variants(dtypes=("fp16", "fp32"))
+SECONDS = 120.0
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[Child]:
+    child = Child("interpret")
+    yield child
+    child.close()
+
+
+def test_every_family_has_a_dozen_faults_and_there_are_fifty_variants():
+    assert all(len([m for m in family if not m.gpu_only]) >= 12 for family in MUTATIONS.values())
+    assert len(set(VARIANTS)) >= 50
+
+
+@pytest.mark.parametrize("mutation", PLANTED, ids=lambda m: f"{m.case[1].family}: {m.name}")
+def test_planted_fault_is_caught(interpreter: Child, mutation: Mutation):
+    tried: Tried = interpreter.call(InterpretJob(mutated(mutation), preset("h200")), SECONDS)
+    assert tried.status == Status.WRONG_RESULT
+    assert tried.verdict is not None
+    assert not tried.verdict.passed
+
+
+@pytest.mark.parametrize(("problem", "config"), VARIANTS, ids=str)
+def test_exact_variant_is_kept(interpreter: Child, problem: Problem, config: Config):
+    job = InterpretJob(render(problem, config), preset("h200"))
+    tried: Tried = interpreter.call(job, SECONDS)
+    assert tried.status == Status.PREDICTED, tried.reason
