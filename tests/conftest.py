@@ -1,0 +1,68 @@
+"""What every test shares: folders of its own, and the rules of the two special test folders."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parent
+ROOT = TESTS.parent
+INTERPRET = TESTS / "interpret"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-golden",
+        action="store_true",
+        help="write tests/golden again instead of comparing with it",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    asked = [Path(arg.split("::")[0]).resolve() for arg in config.args]
+    if not interpreting() and any(path.is_relative_to(INTERPRET) for path in asked):
+        raise pytest.UsageError("Run: TRITON_INTERPRET=1 pytest tests/interpret")
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """tests/interpret and the other tests never share a process.
+
+    Triton decides at its import whether kernels are interpreted, for the life of the process.
+    """
+    if collection_path.is_dir():
+        return True if collection_path == INTERPRET and not interpreting() else None
+    outside = not collection_path.is_relative_to(INTERPRET)
+    return True if interpreting() and outside else None
+
+
+def interpreting() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The checkout."""
+    return ROOT
+
+
+@pytest.fixture
+def update_golden(request: pytest.FixtureRequest) -> bool:
+    return bool(request.config.getoption("--update-golden"))
+
+
+@pytest.fixture(scope="session")
+def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder of generated kernels for the whole run: what was written once is not again."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def _own_folders(kernel_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test reads or writes the user's database or cache; child processes inherit this."""
+    for name in [name for name in os.environ if name.startswith("FAGEN_")]:
+        if name != "FAGEN_REQUIRE_GPU":
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("FAGEN_CACHE", str(kernel_cache))
+    monkeypatch.setenv("FAGEN_DB", str(tmp_path / "tuning.db"))
