@@ -29,30 +29,41 @@ WARPS_SM = 64
 SHARED_RESERVED_BYTES = 1024  # of each block, by the driver
 SCHEDULERS_SM = 4
 
-# Measured on one H200 (D128, bf16): 796 TFLOP/s for a large matmul of 989, 4.3 of 4.8 TB/s for a
-# copy. FlashAttention-3's 1.48 us a 128x128 step draw 44 bytes a clock and multiprocessor from L2,
-# 64-row tiles of plain Triton less.
-SUSTAINED = 0.88  # of the boost clock under matrix load: the card is power-capped
-MEMORY_SHARE = 0.9
-L2_BYTES_CLOCK_SM = 36.0
-L2_LATENCY_CYCLES = 700.0
+# "Fitted" below: to the 55 flash rows of 64 configs timed on one H200, bf16 D128 N8192 full,
+# 2026-11-29; eight numbers by (robust) least squares of log time, then rounded. "Pairs": rows of
+# that run that differ in one knob. Each fifth of the rows, predicted from the rest: Spearman 0.91,
+# error 8 %; five more free constants gain nothing there. No other shape or device was fitted.
+SUSTAINED = 0.96  # of the datasheet's clock; fitted
+MEMORY_SHARE = 0.9  # 4.3 of 4.8 TB/s for a copy, measured on one H200
+L2_BYTES_CLOCK_SM = 58.0  # fitted: 64x64 tiles draw 7.6 TB/s; the port takes 64
+L2_LATENCY_CYCLES = 300.0  # fitted
+ISSUED_LATE = 0.7  # fitted: of a step, when its loads are issued; two stages lose 15 % to three
+STATE_BYTES_CLOCK_SM = 28.0  # of kv_outer's running output; fitted to its 9 rows of that run
 LAUNCH_US = 2.0
 TILE_CYCLES = 4000.0  # prologue and epilogue of a query tile, 2-3 us when nothing hides them
 STEP_CYCLES = 150.0  # barriers and waits of a step
 NARROW_KEYS = 20.0  # a product over n keys runs at n / (n + this) of its rate: 64 costs 12 %
-POINTER_SLOWDOWN = {90: 1.15, 100: 1.2}  # to TMA, by compute capability; elsewhere there is none
+# To TMA, by compute capability; none elsewhere. 90: four pairs, 1.07 to 1.16; 100: a guess.
+POINTER_SLOWDOWN = {90: 1.11, 100: 1.2}
 SERIAL_WGMMA = 2.2  # 128 rows on 4 warps: a wait after every wgmma (seen in the SASS)
-SPLIT_KEYS = 1.15  # two warp groups on 64 rows share the keys and each reads all of Q
-HEADS_INNERMOST = 1.1  # 6-15 % when the keys of all running heads don't fit in L2
+ROWS_WARP = 16  # of a matrix instruction: with fewer rows than that a warp, warps share them
+# Fitted. Two warp groups that share rows split the keys: maxima and probabilities pass through
+# shared memory, with barriers, at every step. One group of few rows was not measured, nor charged.
+SPLIT_KEYS_CYCLES = 750.0
+HEADS_INNERMOST = 1.05  # four pairs, 1.01 to 1.07, where the running heads' keys don't fit in L2
 
 # fp32 instructions a score: scale and subtract, maximum, sum, half a conversion; mask: two
 # comparisons and a select. Read off the SASS of the plain loop.
 SCORE_OPS = 4.0
 MASK_OPS = 3.0
-BRANCH_CYCLES = 180.0  # vote and branch of a skipped rescale: it only pays at D256
-# The share of the shorter of {matrix, softmax} that is hidden inside one block. Plain: its two
-# warp groups drift apart; set so that 128x128, D128 comes near the measured 500 TFLOP/s.
-HIDDEN = {"plain": 0.5, "rotate_s": 0.55, "rotate_p": 0.6}
+# Vote and branch of a skipped rescale: at D128 even with its 128 cycles of multiplies, as far as
+# nine pairs can tell (1.016 with a standard error of 0.015).
+BRANCH_CYCLES = 120.0
+# The share of the shorter of {matrix, softmax} that is hidden inside one block; fitted. A plain
+# loop hides it only where two groups of four warps have rows of their own and drift apart. That a
+# rotated loop hides hardly more is what was seen, not what it was made for.
+HIDDEN = {"plain": 0.4, "rotate_s": 0.45, "rotate_p": 0.05}
+TWO_GROUPS = 8  # warps
 CARRIED = {"plain": 1.5, "rotate_s": 2.5, "rotate_p": 2.0}  # score tiles held in registers
 BASE_REGISTERS = 27  # 187 registers at 128x128 D128 on 8 warps, of which 160 accumulate
 MOST_REGISTERS = 255
@@ -60,12 +71,16 @@ MOST_REGISTERS = 255
 
 @dataclass(frozen=True)
 class _Step:
-    """Cycles of one query tile against one key tile, each resource by itself."""
+    """Cycles of one query tile against one key tile, each resource by itself.
+
+    hidden: those of the shorter of matrix and softmax that run under the longer in one block.
+    """
 
     matrix: float
     softmax: float
     load: float
     fixed: float
+    hidden: float
 
 
 def predict_us(problem: Problem, target: Target, config: Config, built: Built | None) -> float:
@@ -74,12 +89,13 @@ def predict_us(problem: Problem, target: Target, config: Config, built: Built | 
     sizes = Sizes.of(problem)
     if not problem.flops:
         return LAUNCH_US
+    blocks = prod(family.grid(knobs, 0, sizes))
     resident = _resident_blocks(problem, target, family, knobs, built)
+    resident = min(resident, cdiv(blocks, target.sm_count))  # a short grid fills no second place
     step = _step(problem, target, family, knobs, built)
     cycles = _step_cycles(step, knobs, resident) * _slowdown(problem, target, knobs, resident)
     steps, longest = _steps(problem, family.tile(knobs))
     tiles = _tile_count(problem, family.tile(knobs))
-    blocks = prod(family.grid(knobs, 0, sizes))
     work = steps * cycles + tiles * TILE_CYCLES / min(resident, 2)
     busy = _spread(problem, target, knobs, work, blocks, longest * cycles)
     compute_us = busy / (target.clock_ghz * SUSTAINED * 1e3)
@@ -97,28 +113,34 @@ def _step(
     matrix = 2.0 * rows * keys * (dim + dim_v) / rate
     if target.arch == 90 and rows >= 128 and _warps(knobs) == 4:
         matrix *= SERIAL_WGMMA
-    if target.arch == 90 and rows <= 64 and _warps(knobs) == 8:
-        matrix *= SPLIT_KEYS
     scores = rows * keys
     masked = getattr(knobs, "mask", "split") == "every_tile"
     vector = scores * (SCORE_OPS + MASK_OPS * masked) / FP32_LANES_SM
     softmax = scores / target.exp2_per_clock_sm + vector + _rescale_cycles(knobs, rows, dim_v)
     fixed = STEP_CYCLES + _spill_cycles(problem, family, knobs, built)
+    # fp32 products are made without matrix instructions, so rows are divided otherwise.
+    two_groups = _warps(knobs) >= TWO_GROUPS
+    shared_rows = two_groups and shape.dtype != "fp32" and rows < ROWS_WARP * _warps(knobs)
+    if shared_rows:
+        fixed += SPLIT_KEYS_CYCLES
+    loop = getattr(knobs, "loop", "plain")
+    overlaps = loop != "plain" or (two_groups and not shared_rows)
+    hidden = HIDDEN[loop] * min(matrix, softmax) if overlaps else 0.0
     item = ITEM_BYTES[shape.dtype]
     if _keeps_state_outside(knobs):  # queries pass by the keys, with their running output
-        moved = rows * (dim * item + 2 * 4 * (dim_v + 2))
+        load = rows * (dim * item + 2 * 4 * (dim_v + 2)) / STATE_BYTES_CLOCK_SM
     else:
-        moved = keys * (dim + dim_v) * item
-    load = moved / L2_BYTES_CLOCK_SM
-    return _Step(matrix, softmax, load, fixed)
+        load = keys * (dim + dim_v) * item / L2_BYTES_CLOCK_SM
+    return _Step(matrix, softmax, load, fixed, hidden)
 
 
 def _step_cycles(step: _Step, knobs: Any, resident: int) -> float:
-    """Resident blocks fill each other's gaps; a rotated loop fills some of its own."""
+    """Resident blocks fill each other's gaps."""
     long, short = max(step.matrix, step.softmax), min(step.matrix, step.softmax)
-    hidden = HIDDEN[getattr(knobs, "loop", "plain")] * short
-    busy = long + (short - hidden) / resident
-    ahead = max(0, getattr(knobs, "num_stages", 2) - 1)
+    busy = long + (short - step.hidden) / resident
+    ahead = 1.0  # where nothing is said of stages
+    if hasattr(knobs, "num_stages"):
+        ahead = max(0.0, knobs.num_stages - 1 - ISSUED_LATE)
     wait = max(0.0, L2_LATENCY_CYCLES + step.load - ahead * busy * resident) / resident
     together = float((busy**3 + step.load**3) ** (1 / 3))  # the longer, more where they are alike
     return together + wait + step.fixed / resident
