@@ -156,9 +156,12 @@ def make_problem(  # noqa: PLR0913  (the words of the command line, each with it
     causal_align: str = "top_left",
     scale_sign: ScaleSign = "positive",
     direction: Direction = "forward",
-    layout: Layout = "aligned16",
+    layout: Layout | None = None,
 ) -> Problem:
     """A checked Problem from the words of the command line, with its defaults.
+
+    The layout class is by default that of contiguous tensors: `any` where a row of head_dim or
+    head_dim_v elements is no multiple of 16 bytes.
 
     Raises BadProblem with the field and the value that is wrong.
     """
@@ -187,7 +190,13 @@ def make_problem(  # noqa: PLR0913  (the words of the command line, each with it
             "Each key/value head serves the same number of query heads.",
         )
     features = Features("none" if not causal else causal_align, scale_sign)  # type: ignore[arg-type]
-    return Problem(shape, features, direction, layout)
+    return Problem(shape, features, direction, layout or contiguous_layout(shape))
+
+
+def contiguous_layout(shape: Shape) -> Layout:
+    """The layout class of contiguous q, k and v."""
+    rows = shape.head_dim * ITEM_BYTES[shape.dtype], shape.head_dim_v * ITEM_BYTES[shape.dtype]
+    return "any" if any(row % 16 for row in rows) else "aligned16"
 
 
 def problem_from_dict(plain: dict[str, Any]) -> Problem:

@@ -3,42 +3,44 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 from fagen.config import Config
 from fagen.generate.space import SearchSpace
 from fagen.problem import Problem, make_problem
-from fagen.target import preset
+from fagen.target import Target
 
-EACH = 4  # of a family and a problem, where it has so many
+# (causal, layout, scale sign, key/value heads) of four query heads
+KINDS = (
+    ("none", "aligned16", "positive", 4),
+    ("top_left", "aligned16", "positive", 2),
+    ("bottom_right", "aligned16", "positive", 4),
+    ("top_left", "any", "any", 4),
+    ("none", "any", "positive", 1),
+    ("bottom_right", "any", "any", 2),
+)
 
 
 def exact_variants(
-    dtypes: tuple[str, ...], *, dims: tuple[int, ...] = (16, 24), seq: int = 200
+    target: Target,
+    kinds: list[tuple[str, int, int]],
+    *,
+    each: int,
+    keep: Callable[[Config], bool] = lambda config: True,
 ) -> list[tuple[Problem, Config]]:
-    """Drawn with a fixed seed from the valid configs, a few for each family and problem."""
+    """`each` configs of every family, for each of KINDS; drawn with a fixed seed, all valid.
+
+    kinds: (dtype, head_dim, head_dim_v), taken in turns.
+    """
     dice = random.Random(0)
     variants: list[tuple[Problem, Config]] = []
-    for problem in _problems(dtypes, dims, seq):
-        space = SearchSpace.of(problem, preset("h200"))
-        for family in sorted({config.family for config in space.configs}):
-            # Small tiles: the gate's shapes follow them.
-            configs = [c for c in space.configs if c.family == family and _small(c)]
-            variants += [
-                (problem, config) for config in dice.sample(configs, min(EACH, len(configs)))
-            ]
-    return variants
-
-
-def _small(config: Config) -> bool:
-    return config.knobs.block_m <= 64 and config.knobs.block_n <= 64
-
-
-def _problems(dtypes: tuple[str, ...], dims: tuple[int, ...], seq: int) -> list[Problem]:
-    return [
-        make_problem(
-            seq,
-            dims[i % len(dims)],
-            dtype=dtypes[i % len(dtypes)],
+    for i, (causal, layout, sign, heads_kv) in enumerate(KINDS * -(-len(kinds) // len(KINDS))):
+        dtype, dim, dim_v = kinds[i % len(kinds)]
+        problem = make_problem(
+            200,
+            dim,
+            head_dim_v=dim_v,
+            dtype=dtype,
             causal=causal != "none",
             causal_align=causal if causal != "none" else "top_left",
             layout=layout,  # type: ignore[arg-type]
@@ -46,14 +48,20 @@ def _problems(dtypes: tuple[str, ...], dims: tuple[int, ...], seq: int) -> list[
             heads=4,
             kv_heads=heads_kv,
         )
-        for i, (causal, layout, sign, heads_kv) in enumerate(
-            (
-                ("none", "aligned16", "positive", 4),
-                ("top_left", "aligned16", "positive", 2),
-                ("bottom_right", "aligned16", "positive", 4),
-                ("top_left", "any", "any", 4),
-                ("none", "any", "positive", 1),
-                ("bottom_right", "any", "any", 2),
-            )
-        )
-    ]
+        variants += [(problem, config) for config in _drawn(problem, target, each, keep, dice)]
+    return variants
+
+
+def _drawn(
+    problem: Problem,
+    target: Target,
+    each: int,
+    keep: Callable[[Config], bool],
+    dice: random.Random,
+) -> list[Config]:
+    space = SearchSpace.of(problem, target)
+    drawn: list[Config] = []
+    for family in sorted({config.family for config in space.configs}):
+        configs = [c for c in space.configs if c.family == family and keep(c)]
+        drawn += dice.sample(configs, min(each, len(configs)))
+    return drawn

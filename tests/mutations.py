@@ -146,8 +146,8 @@ MUTATIONS: dict[str, list[Mutation]] = {
         Mutation(
             "new maximum without the multiply",
             KEPT,
-            r"m_new = tl.where\(m_new <= m_i \+ TAU, m_i, m_new\)",
-            "pass",
+            r"(?s)m_new = tl.where\(m_new <= m_i \+ TAU, m_i, m_new\)\n(.*?)alpha = ([^\n]*)",
+            r"old = m_i\n\1alpha = tl.where(m_new <= old + TAU, 1.0, \2)",
         ),
         Mutation(
             "kept maximum, stale sum",

@@ -17,7 +17,13 @@ from fagen.tune.jobs import InterpretJob, Tried
 from mutations import MUTATIONS, Mutation, mutated
 
 PLANTED = [m for family in MUTATIONS.values() for m in family if not m.gpu_only]
-VARIANTS = exact_variants(dtypes=("fp16", "fp32"))
+VARIANTS = exact_variants(
+    preset("h200"),
+    [("fp16", 16, 16), ("fp32", 24, 24)],  # bf16 products are garbage in the interpreter
+    each=4,
+    # The gate's shapes follow the tile, and the interpreter's time follows them.
+    keep=lambda config: config.knobs.block_m <= 64 and config.knobs.block_n <= 64,
+)
 SECONDS = 120.0
 
 

@@ -115,6 +115,13 @@ def test_key_ignores_name_header_and_sizes_that_the_source_does_not_hold():
     assert render(make_problem(512, 64), config).key != short.key
 
 
+def test_default_layout_is_that_of_contiguous_tensors():
+    assert make_problem(64, 128).layout == "aligned16"
+    assert make_problem(64, 100).layout == "any"
+    assert make_problem(64, 100, dtype="fp32").layout == "aligned16"
+    assert make_problem(64, 128, head_dim_v=1).layout == "any"
+
+
 def test_every_knob_is_in_the_key():
     problem = make_problem(300, 64, causal=True, dtype="fp16")
     space = SearchSpace.of(problem, preset("h200"))

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LOG2_E = math.log2(math.e)
+ALIGNED = 16  # elements: a multiple of 16 bytes in every dtype
 
 
 class Runner:
@@ -161,9 +162,11 @@ def _descriptor(tensor: Tensor, arg: Arg) -> Any:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     block = arg.type[arg.type.index("[") + 1 : arg.type.index("]")]
-    return TensorDescriptor(
-        tensor, list(tensor.shape), list(tensor.stride()), [int(n) for n in block.split(",")]
-    )
+    shape = list(tensor.shape)
+    # A stride over one element is never used, may be anything, and must look aligned all the same.
+    strides = [s if n > 1 else ALIGNED for n, s in zip(shape, tensor.stride(), strict=True)]
+    strides[-1] = 1
+    return TensorDescriptor(tensor, shape, strides, [int(n) for n in block.split(",")])
 
 
 def _scratch(space: Workspace, device: torch.device, *, poisoned: bool) -> Tensor:

@@ -169,7 +169,7 @@ def _is_aligned(tensor: Tensor, item: int) -> bool:
     if last != 1 or tensor.data_ptr() % ALIGNMENT or outer[2] >= ROW_STRIDE_LIMIT:
         return False
     return all(
-        stride * item % ALIGNMENT == 0 and (stride != 0 or size <= 1)
+        size <= 1 or (stride * item % ALIGNMENT == 0 and stride != 0)
         for stride, size in zip(outer, tensor.shape, strict=False)
     )
 

@@ -46,7 +46,9 @@ class GpuWorker:
         self._child.start()
 
     def prepare(self, problem: Problem, target: Target, policy: Any) -> None:
-        self._prepare = Prepare(problem, target, policy, self._device)
+        wanted = Prepare(problem, target, policy, self._device)
+        if wanted != self._prepare:
+            self._prepare, self._prepared = wanted, 0
         self._ready()
 
     def try_program(self, program: Program, seconds: float) -> Tried:

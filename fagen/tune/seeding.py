@@ -21,7 +21,9 @@ def starting_points(
     known: Iterable[Outcome],
     neighbours: Iterable[Config],
 ) -> list[Config]:
-    """The default, neighbouring shapes' winners, the best offline ones, the model's favourites."""
+    """The default, neighbouring shapes' winners, the best offline ones, the model's favourites,
+    and the first seed of every family, so that even a short run has timed each.
+    """
     valid = set(space.configs)
     near = [config for config in neighbours if config in valid][:FROM_NEIGHBOURS]
     offline = sorted(
@@ -31,9 +33,9 @@ def starting_points(
     )
     predicted = [config for _, _, config in offline[:FROM_PREDICTED]]
     ranked = sorted(space.configs, key=model)
-    return list(
-        dict.fromkeys([*space.seeds[:1], *near, *predicted, *spread_out(ranked, FROM_MODEL)])
-    )
+    favourites = spread_out(ranked, FROM_MODEL)
+    firsts = {config.family: config for config in reversed(space.seeds)}.values()
+    return list(dict.fromkeys([*space.seeds[:1], *near, *predicted, *favourites, *firsts]))
 
 
 def spread_out(ranked: Iterable[Config], count: int) -> list[Config]:

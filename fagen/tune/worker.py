@@ -285,8 +285,10 @@ def _tensors(problem: Problem, device: torch.device, seed: int) -> Tensors:
     dtype = dtypes[s.dtype]
 
     def draw(heads: int, rows: int, columns: int) -> torch.Tensor:
-        size = (s.batch, heads, rows, columns)
-        return torch.randn(size, generator=dice, device=device, dtype=dtype)
+        # Rows as far apart as layout class aligned16 promises, where columns don't fill 16 bytes.
+        step = 16 // dtype.itemsize if problem.layout == "aligned16" else 1
+        size = (s.batch, heads, rows, -(-columns // step) * step)
+        return torch.randn(size, generator=dice, device=device, dtype=dtype)[..., :columns]
 
     return (
         draw(s.heads_q, s.seq_q, s.head_dim),

@@ -101,3 +101,16 @@ def test_zero_batch_launches_nothing():
     load(render(problem, config), TARGET, "cpu").launch(q, k, v, o, lse, 0.25)
     assert o.shape == (0, 16, 16, 16)
     assert lse.shape == (0, 16, 16)
+
+
+def test_strides_over_one_element_may_be_anything():
+    problem = make_problem(40, 16, heads=1, dtype="fp16")
+    q, k, v = make_inputs(problem, torch.Generator().manual_seed(0))
+    odd = [x.as_strided(x.shape, (3, 5, x.stride(2), 1)) for x in (q, k, v)]
+    config = Config("flash", FAMILIES["flash"].Knobs(64, 32, 4, 2, "tma"))
+    results = []
+    for tensors in ((q, k, v), odd):
+        o, lse = make_outputs(problem)
+        load(render(problem, config), TARGET, "cpu").launch(*tensors, o, lse, 0.25)
+        results.append(o)
+    assert torch.equal(*results)

@@ -1,0 +1,73 @@
+"""The gate's own test on the device, through the worker that tunes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+
+import pytest
+
+from exact_variants import exact_variants
+from fagen.generate.program import Program
+from fagen.generate.render import render
+from fagen.outcome import Status
+from fagen.problem import Problem
+from fagen.target import toolchain
+from fagen.tune.proxies import GpuWorker
+from gpu_fixtures import QUICK, build_all, here
+from mutations import MUTATIONS, mutated
+
+SECONDS = 30.0
+KINDS = [
+    ("bf16", 128, 128),
+    ("bf16", 64, 64),
+    ("fp16", 80, 80),
+    ("bf16", 256, 256),
+    ("fp32", 64, 64),
+    ("fp16", 192, 128),
+    ("bf16", 1, 1),
+]
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[GpuWorker]:
+    gpu = GpuWorker("cuda:0")
+    yield gpu
+    gpu.close()
+
+
+def tried(worker: GpuWorker, programs: list[Program]) -> dict[str, tuple[Status, str]]:
+    """Status and reason by name; the programs of one problem together, as it is prepared once."""
+    found = {}
+
+    def problem_of(program: Program) -> Problem:
+        return program.problem
+
+    ordered = sorted(programs, key=lambda p: p.problem.key)
+    for problem, group in groupby(ordered, problem_of):
+        worker.prepare(problem, here(), QUICK)
+        for program in group:
+            outcome = worker.try_program(program, SECONDS)
+            found[program.name] = (outcome.status, outcome.reason)
+    return found
+
+
+def test_every_planted_fault_is_caught_and_never_timed(worker: GpuWorker):
+    programs = [mutated(m) for family in MUTATIONS.values() for m in family]
+    build_all(programs)
+    found = tried(worker, programs)
+    assert len(found) == len(programs) >= 36
+    # A fault that reads or writes far outside takes its process with it: that is caught, too.
+    missed = [name for name, (status, _) in found.items() if status == Status.OK]
+    assert missed == []
+    assert {s for s, _ in found.values()} <= {Status.WRONG_RESULT, Status.CRASHED}
+
+
+def test_fifty_exact_variants_are_kept(worker: GpuWorker):
+    variants = exact_variants(here(), KINDS, each=2)
+    minor = toolchain().triton_minor
+    programs = [render(problem, config, minor) for problem, config in variants]
+    build_all(programs)
+    found = tried(worker, programs)
+    assert len(found) >= 50
+    assert {name: why for name, why in found.items() if why[0] != Status.OK} == {}
