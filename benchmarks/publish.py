@@ -14,6 +14,7 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import UTC
 from math import isfinite
@@ -80,6 +81,7 @@ def document(
             "outcomes": dict(sorted(run.counts.items())),
         },
         "race": race_rows(run, records, finals),
+        "knobs_timed": knobs_timed(timed),
         "timed_rows": [timed_row(record) for record in timed],
         "not_timed": [
             {"config": str(r.config), "status": r.status.value, "reason": r.outcome.reason}
@@ -113,6 +115,21 @@ def race_rows(run: Run, records: Iterable[Record], finals: Sequence[Final]) -> l
             row |= {"config": record.config.to_dict(), "verdict": verdict(record.verdict)}
         rows.append(row | samples(final.timing))
     return rows
+
+
+def knobs_timed(timed: Iterable[Record]) -> Plain:
+    """For each family how many configs were timed, and which values of each knob."""
+    seen: dict[str, dict[str, set[Any]]] = {}
+    counts: Counter[str] = Counter()
+    for record in timed:
+        family = record.config.family
+        counts[family] += 1
+        for knob, value in record.config.to_dict()["knobs"].items():
+            seen.setdefault(family, {}).setdefault(knob, set()).add(value)
+    return {
+        family: {"configs": counts[family]} | {knob: sorted(seen[family][knob]) for knob in knobs}
+        for family, knobs in sorted(seen.items())
+    }
 
 
 def timed_row(record: Record) -> Plain:

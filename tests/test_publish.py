@@ -156,6 +156,13 @@ def test_every_timed_row_and_every_refused_one_is_there(result: dict[str, Any]):
     assert (refused["status"], refused["reason"][:5]) == ("wrong_result", "o_max")
 
 
+def test_timed_values_of_each_knob_are_listed(result: dict[str, Any]):
+    knobs = result["knobs_timed"]["flash"]
+    assert knobs["configs"] == len(TIMED)
+    assert knobs["block_n"] == [32, 64, 128]
+    assert knobs["mask"] == ["split"]
+
+
 def test_the_model_is_compared_with_what_was_timed(result: dict[str, Any]):
     # Predicted order 128, 64, 32; measured 64, 128, 32: one pair of three swapped.
     model = result["model"]
