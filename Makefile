@@ -16,6 +16,10 @@ TRITON_36 := 3.6.0
 TRITON_39 := 3.9.0
 MATRIX := 36 39
 
+# Test processes at a time: one for each core. JOBS=0 runs them all in one, for a debugger.
+JOBS ?= auto
+PYTEST := -m pytest -n $(JOBS) --dist worksteal
+
 # Where `make test-gpu` writes its junit file and timing table.
 OUT ?= build/gpu
 
@@ -48,11 +52,11 @@ types: $(VENV)/.ready
 test: lint types test-matrix test-interpret test-cpu
 
 test-cpu: $(VENV)/.ready
-	$(BIN)/python -m pytest tests
+	$(BIN)/python $(PYTEST) tests
 
 # Triton decides at import whether it interprets, so these tests are a process of their own.
 test-interpret: $(VENV)/.ready
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpret
+	TRITON_INTERPRET=1 $(BIN)/python $(PYTEST) tests/interpret
 
 test-matrix: $(MATRIX:%=.venv-triton%/.ready)
 	@for release in $(MATRIX); do \

@@ -31,6 +31,7 @@ DTYPES: dict[str, Dtype] = {
 }
 ITEM_BYTES: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 MAX_HEAD_DIM = 256
+MAX_SIZE = 2**31 - 1  # kernels take sizes as 32-bit integers; offsets have 64 bits
 
 
 @dataclass(frozen=True)
@@ -171,6 +172,12 @@ def make_problem(  # noqa: PLR0913  (the words of the command line, each with it
         raise BadProblem(
             f"causal alignment {causal_align!r} is unknown.", "Use top_left or bottom_right."
         )
+    if causal_align != "top_left" and not causal:
+        raise BadProblem(f"causal_align {causal_align!r} needs causal.", "Say causal=True too.")
+    if scale_sign not in ("positive", "any"):
+        raise BadProblem(f"scale_sign {scale_sign!r} is unknown.", "Use positive or any.")
+    if layout not in (None, "aligned16", "any"):
+        raise BadProblem(f"layout {layout!r} is unknown.", "Use aligned16 or any.")
     if direction != "forward":
         raise BadProblem(f"direction {direction!r} has no kernels yet.", "Use forward.")
     dim_v = head_dim if head_dim_v is None else head_dim_v
@@ -209,7 +216,7 @@ def problem_from_dict(plain: dict[str, Any]) -> Problem:
     )
 
 
-def _size(name: str, value: Any, least: int, most: int | None = None) -> int:
+def _size(name: str, value: Any, least: int, most: int = MAX_SIZE) -> int:
     # numpy integers and torch sizes become plain ints here, so that no blob reaches the database.
     try:
         size = operator.index(value)
@@ -217,8 +224,8 @@ def _size(name: str, value: Any, least: int, most: int | None = None) -> int:
         raise BadProblem(f"{name} must be a whole number, got {value!r}.") from None
     if isinstance(value, bool):
         raise BadProblem(f"{name} must be a whole number, got {value!r}.")
-    if size < least or (most is not None and size > most):
-        span = f"at least {least}" if most is None else f"{least} to {most}"
+    if not least <= size <= most:
+        span = f"at least {least}" if size < least and most == MAX_SIZE else f"{least} to {most}"
         raise BadProblem(f"{name} must be {span}, got {size}.")
     return size
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
 import tempfile
@@ -9,6 +10,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from fagen.errors import CacheError
+
+log = logging.getLogger(__name__)
 
 VARIABLES: dict[str, str] = {
     "FAGEN_DB": "Database: a path or an SQLAlchemy URL. Default: the user's data directory.",
@@ -36,17 +39,39 @@ def default_database_path() -> Path:
 def kernel_dir() -> Path:
     """The folder of generated modules, made if missing: mode 0700 and the user's own.
 
-    Raises CacheError when it can't be made or belongs to somebody else.
+    Where the user's cache directory can't be written, a folder that only this process has.
+    Raises CacheError when a folder named by FAGEN_CACHE can't be made, or when the folder belongs
+    to somebody else.
     """
     named = os.environ.get("FAGEN_CACHE")
     if named:
-        folder = Path(named) / "kernels"
-    else:
-        import platformdirs
+        return _own_folder(Path(named) / "kernels")
+    import platformdirs
 
-        home = _home_folder(platformdirs.user_cache_path)
-        folder = (home if home is not None else _private_folder()) / "fagen" / "kernels"
-    return _own_folder(folder)
+    home = _home_folder(platformdirs.user_cache_path)
+    if home is not None and can_be_written(home / "fagen" / "kernels"):
+        return _own_folder(home / "fagen" / "kernels")
+    return _own_folder(_private_folder() / "fagen" / "kernels")
+
+
+def can_be_written(folder: Path) -> bool:
+    """Whether this user may make files there, once the folder itself is made."""
+    while not folder.is_dir():
+        if folder.exists() or folder == folder.parent:
+            return False
+        folder = folder.parent
+    return os.access(folder, os.W_OK | os.X_OK)
+
+
+def lock_dir() -> Path:
+    """Where tuners of one user exclude each other, whatever FAGEN_CACHE, HOME and TMPDIR say.
+
+    Raises CacheError when it belongs to somebody else.
+    """
+    shared = Path("/tmp")
+    temporary = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+    user = os.getuid() if hasattr(os, "getuid") else ""
+    return _own_folder(temporary / f"fagen-locks-{user}")
 
 
 def template_dir() -> Path:
@@ -86,7 +111,9 @@ def _home_folder(ask: object) -> Path | None:
 @lru_cache(maxsize=1)
 def _private_folder() -> Path:
     # A process without a home must not share a predictable folder with other users.
-    return Path(tempfile.mkdtemp(prefix="fagen-"))
+    folder = Path(tempfile.mkdtemp(prefix="fagen-"))
+    log.warning("no home directory that can be written: files of this process go to %s", folder)
+    return folder
 
 
 def _own_folder(folder: Path) -> Path:
@@ -95,16 +122,16 @@ def _own_folder(folder: Path) -> Path:
         facts = folder.stat()
     except OSError as error:
         raise CacheError(
-            f"Can't make the kernel folder {folder}: {error.strerror}.",
+            f"Can't make the folder {folder}: {error.strerror}.",
             "Set FAGEN_CACHE to a folder that you can write.",
         ) from error
     if hasattr(os, "getuid") and facts.st_uid != os.getuid():
         raise CacheError(
-            f"The kernel folder {folder} belongs to another user.",
+            f"The folder {folder} belongs to another user.",
             "Set FAGEN_CACHE to a folder of your own.",
         )
     if stat.S_IMODE(facts.st_mode) & 0o022:
         raise CacheError(
-            f"The kernel folder {folder} can be written by others.", f"Run: chmod 700 {folder}"
+            f"The folder {folder} can be written by others.", f"Run: chmod 700 {folder}"
         )
     return folder

@@ -70,7 +70,7 @@ PRESETS: dict[str, Target] = {
 def preset(name: str) -> Target:
     """The target of a preset name (h100, h200, a100, l40s, rtx4090, b200)."""
     try:
-        return PRESETS[name.lower()]
+        return PRESETS[str(name).lower()]
     except KeyError:
         raise UnknownTarget(
             f"Target {name!r} is unknown.", f"Use one of {', '.join(PRESETS)}."
@@ -90,8 +90,8 @@ def detect(device: int | str | None = None) -> Target:
             f"No GPU: {why}.",
             "To work offline name a target (fagen show --target h200); see also: fagen doctor",
         )
-    index = torch.cuda.current_device() if device is None else torch.device(_as_cuda(device)).index
-    if index is None or not 0 <= index < torch.cuda.device_count():
+    index = _index_of(device)
+    if not 0 <= index < torch.cuda.device_count():
         raise NoDevice(
             f"Device {device!r} does not exist; {torch.cuda.device_count()} visible.",
             "Use --device 0.",
@@ -125,13 +125,23 @@ def cuda_name(device: int | str | None = None) -> tuple[str, str]:
     """torch's name of a device that `detect` found, and the card's UUID ("" if unknown)."""
     import torch
 
-    index = torch.cuda.current_device() if device is None else torch.device(_as_cuda(device)).index
+    index = _index_of(device)
     return f"cuda:{index}", str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))
 
 
-def _as_cuda(device: int | str) -> str:
+def _index_of(device: int | str | None) -> int:
+    import torch
+
+    if device is None:
+        return torch.cuda.current_device()
     text = str(device)
-    return f"cuda:{text}" if text.isdigit() else text
+    try:
+        named = torch.device(f"cuda:{text}" if text.isdigit() else text)
+    except RuntimeError:
+        named = torch.device("cpu")
+    if named.type != "cuda":
+        raise NoDevice(f"{text!r} is no CUDA device.", "Use --device 0.")
+    return torch.cuda.current_device() if named.index is None else named.index
 
 
 def _like(name: str, arch: int) -> Target:

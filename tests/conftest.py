@@ -37,6 +37,20 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return True if interpreting() and outside else None
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Here and not in tests/gpu: whoever only shows what other processes ran reads this alone."""
+    skipped = [
+        report
+        for report in terminalreporter.stats.get("skipped", [])
+        if report.nodeid.startswith("tests/gpu/")
+    ]
+    if skipped:
+        reason = skipped[0].longrepr[2].removeprefix("Skipped: ")
+        terminalreporter.section("NO GPU", sep="!", red=True, bold=True)
+        terminalreporter.line(f"{len(skipped)} tests of tests/gpu did NOT run: {reason}", red=True)
+        terminalreporter.line("On a machine with a GPU: make test-gpu", red=True)
+
+
 def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 

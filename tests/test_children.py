@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from fagen.errors import DeviceBusy, WorkerDied
+from fagen.errors import CacheError, DeviceBusy, WorkerDied
 from fagen.generate.program import Entry, Program
 from fagen.outcome import Status
 from fagen.tune.children import TAIL_BYTES, Child, JobFailed, Raised
 from fagen.tune.device import device_lock, lock_path, others_in
-from fagen.tune.events import Event, WaitingForDevice
+from fagen.tune.events import Event, WaitingForDevice, ignore
 from fagen.tune.jobs import BuildReply, Confirm, Prepare, Race, RaceReply, Tried, TryProgram
 from fagen.tune.pool import BuildPool, builder_count
 from fagen.tune.proxies import GpuWorker, InterpretWorker, interpretable
@@ -266,6 +266,20 @@ def test_a_compiler_that_dies_or_hangs_is_an_answer_like_any_other() -> None:
     assert 1 <= builder_count() <= 16
 
 
+def test_a_folder_that_can_not_be_written_is_no_candidates_fault() -> None:
+    pool = BuildPool(TARGET, 1)
+    stub = StubChild(
+        JobFailed(Raised("CacheError", "Can't write.")), JobFailed(Raised("KeyError", "'x'"))
+    )
+    pool._idle.get()
+    pool._idle.put(stub)  # type: ignore[arg-type]
+    first, second = (pool.submit(program) for program in programs(2))
+    with pytest.raises(CacheError, match="Look at FAGEN_CACHE"):
+        first.result(10)
+    assert second.result(10).status == Status.BUILD_ERROR
+    pool.close()
+
+
 def test_a_new_gpu_child_is_prepared_again() -> None:
     worker, stub = (
         GpuWorker("cuda:0"),
@@ -346,6 +360,7 @@ def test_what_a_candidate_raises_is_told_apart(
     assert (tried.status, is_spoilt(tried)) == (status, spoilt)
 
 
+# T02
 def test_the_real_build_process_answers_for_a_source_that_is_no_python() -> None:
     broken = replace(
         render_fake(PROBLEM, full_space().configs[0]),
@@ -379,6 +394,17 @@ def test_a_second_tuner_waits_says_so_and_gives_up() -> None:
     assert [type(event) for event in said] == [WaitingForDevice]
     with device_lock("GPU-1234", 0.0, said.append):
         assert lock_path("GPU-1234").exists()
+
+
+def test_two_caches_share_the_lock_of_a_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAGEN_CACHE", str(tmp_path / "a"))
+    with device_lock("GPU-9999", 0.0, ignore):
+        monkeypatch.setenv("FAGEN_CACHE", str(tmp_path / "b"))
+        with pytest.raises(DeviceBusy), device_lock("GPU-9999", 0.0, ignore):
+            pass
+        assert lock_path("GPU-9999").parent.stat().st_mode & 0o777 == 0o700
 
 
 def test_other_processes_on_the_same_card_are_told_and_our_own_are_not() -> None:

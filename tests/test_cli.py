@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -75,6 +76,7 @@ def test_every_command_takes_json_and_db(words: list[str]):
     assert {"--json", "--db"} <= names
 
 
+# R04
 @pytest.mark.parametrize(
     "words", [["--help"], ["tune", "--help"], ["db", "list"], ["db", "path"]], ids=" ".join
 )
@@ -103,6 +105,7 @@ def test_version_is_one_line(capsys: pytest.CaptureFixture[str]):
 # Usage errors: 2, a message that names the value, nothing on stdout
 
 
+# D03
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -125,6 +128,16 @@ def test_version_is_one_line(capsys: pytest.CaptureFixture[str]):
         (["db", "list", "--since", "yesterday"], "'yesterday' is no ISO date"),
         (["db", "trials", "--status", "fine"], "'fine' is not one of"),
         (["db", "trials", "--limit", "0"], "0 is not in the range"),
+        (["db", "trials", "--limit", str(2**63)], "is not in the range"),
+        (["db", "trials", "--run", str(2**63)], "is not in the range"),
+        (["db", "show", str(2**63)], "is not in the range"),
+        (["show", str(2**63)], "is not in the range"),
+        (["why", "--head-dim", "64", "--seq", str(2**31)], "seq must be 0 to 2147483647"),
+        (["why", *SHAPE, "--causal-align", "bottom_right"], "says nothing without --causal"),
+        (["why", *SHAPE, "--device", "0", "--target", "h200"], "Name one of them"),
+        (["tune", *SHAPE, "-q", "--timeout", "nan"], "timeout must be 0 to"),
+        (["tune", *SHAPE, "-q", "--timeout", "inf"], "timeout must be 0 to"),
+        (["tune", *SHAPE, "-q", "--seed", "-1"], "seed must be 0 to"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -138,6 +151,7 @@ def test_bad_usage_exits_2(words: list[str], said: str, capsys: pytest.CaptureFi
 # Failures
 
 
+# D03
 @pytest.mark.parametrize(
     ("error", "code"),
     [
@@ -188,6 +202,7 @@ def test_a_device_that_is_not_there_is_an_error(command: str, capsys: pytest.Cap
     assert "No GPU" in err and "fagen doctor" in err
 
 
+# D03
 @pytest.mark.parametrize("words", [["show", "7"], ["db", "show", "7"]], ids=" ".join)
 def test_an_unknown_trial_is_an_error(words: list[str], capsys: pytest.CaptureFixture[str]):
     write_trials([{}])
@@ -195,6 +210,7 @@ def test_an_unknown_trial_is_an_error(words: list[str], capsys: pytest.CaptureFi
     assert "There is no trial 7." in capsys.readouterr().err
 
 
+# D03
 @pytest.mark.parametrize("words", [["list"], ["best"], ["trials"], ["show", "1"], ["check"]])
 def test_a_named_database_that_is_missing_is_an_error(
     words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -206,6 +222,7 @@ def test_a_named_database_that_is_missing_is_an_error(
     assert str(path) in err
 
 
+# C02
 def test_a_database_of_another_program_is_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ):
@@ -241,6 +258,7 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+# D03
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("form", [[], ["--json"]])
 def test_head_gets_its_line_and_nobody_complains(big: Path, unbuffered: str, form: list[str]):
@@ -256,6 +274,7 @@ def test_head_gets_its_line_and_nobody_complains(big: Path, unbuffered: str, for
     assert first.startswith(b"[" if form else b"trial_id")
 
 
+# D03
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 @pytest.mark.parametrize("words", [["--help"], ["db", "path"], ["db", "list", "--json"]])
 def test_a_full_disk_is_an_error(words: list[str]):
@@ -265,6 +284,7 @@ def test_a_full_disk_is_an_error(words: list[str]):
     assert done.stderr == "fagen: Can't write the result: No space left on device.\n"
 
 
+# D03
 def test_a_closed_stdout_is_an_error_and_the_database_is_not_mistaken_for_it(tmp_path: Path):
     path = tmp_path / "t.db"
     write_trials([{}], db=str(path))
@@ -308,6 +328,7 @@ def test_a_signal_ends_a_command_with_its_code_and_no_traceback(
 # What is shown
 
 
+# D04
 def test_list_shows_local_times_with_their_zone_and_since_goes_by_the_instant(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
@@ -347,6 +368,25 @@ def test_an_empty_database_says_what_to_run(
     assert list(tmp_path.iterdir()) == []  # asking makes no file
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["best"], "Nothing was timed yet."),
+        (["trials", "--status", "crashed"], "Nothing that is stored matches."),
+        (["trials", "--seq", "65", "--head-dim", "16"], "Nothing that is stored matches."),
+        (["list", "--since", "2999-01-01"], "Nothing that is stored matches."),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_an_empty_list_of_a_filled_database_does_not_say_that_nothing_is_stored(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+):
+    write_trials([{"status": Status.PREDICTED}])
+    assert main(["db", *words]) == 0
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(said)
+
+
 def test_show_of_a_trial_is_its_source_and_nothing_else(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ):
@@ -384,3 +424,20 @@ def test_check_says_what_is_there_and_migrates_nothing_new(capsys: pytest.Captur
     assert main(["db", "check"]) == 0
     assert "1 runs, 1 trials" in capsys.readouterr().out
     assert tuning_db.Store(os.environ["FAGEN_DB"]).runs() != []
+
+
+def test_check_finds_damage_that_no_question_meets(capsys: pytest.CaptureFixture[str]):
+    write_trials([{} for _ in range(40)])
+    path = Path(os.environ["FAGEN_DB"])
+    with sqlite3.connect(path) as connection:
+        named = "SELECT rootpage FROM sqlite_master WHERE name='ix_trial_program_key'"
+        (root,) = connection.execute(named)
+        (size,) = connection.execute("PRAGMA page_size")
+    connection.close()
+    content = bytearray(path.read_bytes())
+    content[root[0] * size[0] - 64 : root[0] * size[0]] = b"\1" * 64
+    path.write_bytes(content)
+    assert main(["db", "check"]) == 1
+    out, err = capsys.readouterr()
+    assert (out, len(err.splitlines())) == ("", 1)
+    assert f"{path} is damaged" in err and "Move it aside" in err

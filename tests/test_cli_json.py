@@ -14,7 +14,7 @@ import pytest
 
 from cli_fixtures import fagen, rows_of, write_trials
 from fagen.cli.main import main
-from fagen.errors import NoValidConfig
+from fagen.errors import Interrupted, NoValidConfig
 from fagen.generate.families import config_from_dict
 from fagen.outcome import Check, Outcome, Status, Timing, Verdict
 from fagen.problem import Problem, make_problem
@@ -73,6 +73,7 @@ def odd_database():
     )
 
 
+# D02
 @pytest.mark.parametrize("words", [["list"], ["best"], ["trials"]], ids=" ".join)
 def test_a_list_of_nothing_is_an_empty_array(
     words: list[str], capsys: pytest.CaptureFixture[str], unknown_database: None
@@ -97,6 +98,7 @@ def test_lists_are_arrays_of_flat_objects_of_one_field_set(
     assert not any(isinstance(value, dict | list) for row in rows for value in row.values())
 
 
+# D02
 @pytest.mark.parametrize("words", [*OTHERS, *OF_A_TRIAL, ["show", "2"], ["db", "show", "3"]])
 def test_odd_rows_are_still_strict_json(
     words: list[str], capsys: pytest.CaptureFixture[str], odd_database: None
@@ -104,6 +106,7 @@ def test_odd_rows_are_still_strict_json(
     assert isinstance(shown(words, capsys), dict)
 
 
+# D02
 def test_missing_values_are_null_and_numbers_whole(
     capsys: pytest.CaptureFixture[str], odd_database: None
 ):
@@ -115,6 +118,7 @@ def test_missing_values_are_null_and_numbers_whole(
     assert (check["error"], check["passed"]) == (None, False)
 
 
+# D04
 def test_times_carry_their_offset(capsys: pytest.CaptureFixture[str], odd_database: None):
     for words, field in ((["db", "list"], "started"), (["db", "trials"], "created")):
         for row in shown(words, capsys):
@@ -128,6 +132,7 @@ def test_a_null_time_in_the_file_is_null(capsys: pytest.CaptureFixture[str], odd
     assert next(row for row in rows if row["trial_id"] == 1)["median_us"] is None
 
 
+# D02
 def test_warnings_and_logs_stay_off_stdout(odd_database: None):
     env = {"FAGEN_LOG": "debug", "PYTHONWARNINGS": "always", "PYTHONIOENCODING": "ascii"}
     rows_of(Path(os.environ["FAGEN_DB"]), "UPDATE trial SET config = '{' WHERE id = 1")
@@ -207,6 +212,7 @@ def tuned(monkeypatch: pytest.MonkeyPatch):
     return install
 
 
+# D02
 @pytest.mark.filterwarnings("default:a warning in the run")
 def test_tune_prints_one_document_and_progress_goes_to_stderr(
     capsys: pytest.CaptureFixture[str], tuned: Install
@@ -245,6 +251,7 @@ def test_a_time_that_was_only_predicted_is_never_shown_as_measured(
     assert "Nothing was timed" in capsys.readouterr().out
 
 
+# T01
 @pytest.mark.filterwarnings("ignore:a warning in the run")
 def test_the_table_says_what_was_rejected_where_it_is_and_what_is_next(
     capsys: pytest.CaptureFixture[str], tuned: Install
@@ -310,3 +317,20 @@ def test_bench_without_a_gpu_gives_the_analysis(capsys: pytest.CaptureFixture[st
         "keys outside",
     ]
     assert (row["flops"], row["raced"]) == (make_problem(64, 16).flops, [])
+
+
+def test_an_interrupted_run_shows_what_it_found(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def tune(problem: Problem, **_words: object):
+        result = replace(story(problem, timed=True)[1], state="interrupted")
+        raise Interrupted("Stopped.", result=result)
+
+    monkeypatch.setattr("fagen.tune.tuner.tune", tune)
+    words = ["tune", *SHAPE, "--target", "h200", "-q"]
+    assert main(words) == 130
+    out, err = capsys.readouterr()
+    assert "Partial: the run was interrupted" in out and "sdpa-flash" in out
+    assert err == "fagen: Stopped.\n"
+    assert main([*words, "--json"]) == 130
+    assert capsys.readouterr().out == ""

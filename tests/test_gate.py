@@ -69,6 +69,7 @@ def test_exact_launches_of_other_tiles_pass(tile: tuple[int, int], head_dim: int
     assert verdict.passed, failed(verdict)
 
 
+# T01
 @pytest.mark.parametrize("fault", ALWAYS_WRONG)
 @pytest.mark.parametrize(("causal", "dtype"), [("none", "bf16"), ("bottom_right", "fp16")])
 def test_planted_faults_are_caught(fault: str, causal: str, dtype: str) -> None:
@@ -143,6 +144,7 @@ def test_the_gate_stays_usable_after_a_launch_that_raises() -> None:
     assert gate.check(Tiled(problem), TILE, {}, level="quick").passed
 
 
+# T01
 def test_a_candidate_is_not_helped_by_the_one_before_it() -> None:
     problem = small_problem()
     gate = Gate(problem, CPU)
@@ -250,6 +252,7 @@ def test_inputs_lie_in_nan() -> None:
     assert torch.isnan(floats[after_last_row : after_last_row + 16 * 8]).all()
 
 
+# N10
 @pytest.mark.parametrize("axis", [0, 1])
 def test_far_inputs_reach_past_2_to_the_31_with_strides_below(axis: int) -> None:
     far = [c for c in cases(small_problem(), (16, 16), {}, thorough=True) if c.far][axis]

@@ -39,6 +39,7 @@ def test_every_family_has_a_dozen_faults_and_there_are_fifty_variants():
     assert len(set(VARIANTS)) >= 50
 
 
+# T01
 @pytest.mark.parametrize("mutation", PLANTED, ids=lambda m: f"{m.case[1].family}: {m.name}")
 def test_planted_fault_is_caught(interpreter: Child, mutation: Mutation):
     tried: Tried = interpreter.call(InterpretJob(mutated(mutation), preset("h200")), SECONDS)

@@ -54,21 +54,25 @@ def watched_import(root: Path) -> tuple[float, list[str], list[str], list[str]]:
     return found
 
 
+# R04
 def test_import_is_light(root: Path) -> None:
     _, loaded, _, _ = watched_import(root)
     assert "fagen" in loaded
     assert HEAVY.isdisjoint(loaded)
 
 
+# R04
 def test_import_writes_nothing_and_touches_no_device(root: Path) -> None:
     _, _, written, libraries = watched_import(root)
     assert (written, libraries) == ([], [])
 
 
+# R04
 def test_import_takes_less_than_300_ms(root: Path) -> None:
     assert min(watched_import(root)[0] for _ in range(5)) < 0.3
 
 
+# R04
 @pytest.mark.parametrize("words", [["--help"], ["db", "list"]], ids=" ".join)
 def test_help_and_db_list_take_less_than_a_second(
     root: Path, words: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -115,6 +115,7 @@ def test_a_new_field_with_a_default_leaves_old_keys_alone() -> None:
 OTHER_SHAPE = Shape(3, 24, 8, 4096, 2048, 96, 80, "fp16")
 
 
+# C01
 @pytest.mark.parametrize("name", [f.name for f in fields(Shape)])
 def test_every_size_is_part_of_the_problem_key(name: str) -> None:
     plain = PROBLEMS["bf16 8192 D128"]
@@ -122,6 +123,7 @@ def test_every_size_is_part_of_the_problem_key(name: str) -> None:
     assert replace(plain, shape=shape).key != plain.key
 
 
+# C01
 @pytest.mark.parametrize(
     "other",
     [
@@ -139,6 +141,7 @@ def test_whatever_is_not_a_size_is_part_of_problem_and_class_key(other: dict[str
     assert replace(plain, **other).class_key != plain.class_key
 
 
+# C01
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_every_knob_is_part_of_the_config_key(family: str) -> None:
     declared = fields(FAMILIES[family].Knobs)

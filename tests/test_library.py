@@ -11,6 +11,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import sqlalchemy
@@ -19,7 +20,14 @@ from sqlalchemy import event
 
 import fagen
 from fagen.config import Config
-from fagen.errors import BadInput, BadProblem, NoDevice, NoKernel, VerificationFailed
+from fagen.errors import (
+    BadInput,
+    BadProblem,
+    NoDevice,
+    NoKernel,
+    UnknownTarget,
+    VerificationFailed,
+)
 from fagen.generate.families import config_from_dict
 from fagen.generate.program import Program
 from fagen.generate.render import render
@@ -28,7 +36,9 @@ from fagen.problem import Problem, make_problem
 from fagen.records import Plan, Records
 from fagen.serve import library
 from fagen.serve.candidates import defaults, distance
-from fagen.target import Target, Toolchain, preset, toolchain
+from fagen.serve.place import Place
+from fagen.target import Target, Toolchain, detect, preset, toolchain
+from fagen.tune.ledger import Ledger
 from serve_fixtures import FakeMachine, attention
 
 H200 = preset("h200")
@@ -100,6 +110,7 @@ def two_configs(problem: Problem) -> list[Config]:
 # The shape in every form, and one key for it
 
 
+# C01
 def test_every_form_of_one_shape_gives_one_kernel():
     q, k, v = tensors()
     by_words = fagen.get(**SHAPE, device="cpu")
@@ -109,6 +120,7 @@ def test_every_form_of_one_shape_gives_one_kernel():
     assert fagen.get(dtype=torch.float32, heads=2, head_dim=64, seq=256, device="cpu") is by_words
 
 
+# C01
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -137,6 +149,10 @@ def test_each_field_of_a_shape_asks_for_its_own_kernel(field: str, value: object
         (((1, 2, 8, 8),), {"seq": 8}, "says seq already"),
         ((make_problem(8, 8),), {"seq": 8}, "can't be added"),
         ((), {"seq": 8, "head_dim": 8, "on_miss": "tune"}, "'tune' is unknown"),
+        ((), {"seq": 2**31, "head_dim": 8}, "seq must be 0 to 2147483647"),
+        ((), {"seq": 8, "head_dim": 8, "causal_align": "bottom_right"}, "needs causal"),
+        ((), {"seq": 8, "head_dim": 8, "layout": "x"}, "layout 'x' is unknown"),
+        ((), {"seq": 8, "head_dim": 8, "scale_sign": "x"}, "scale_sign 'x' is unknown"),
     ],
 )
 def test_a_shape_that_is_none_is_refused(first: tuple[object, ...], words: list[str], said: str):
@@ -188,6 +204,7 @@ def test_a_row_with_a_verdict_for_this_source_and_place_is_not_verified_again(
     assert (kernel.origin, kernel.verdict.where, machine.checked) == ("tuned", "NVIDIA H200", [])
 
 
+# C01
 @pytest.mark.parametrize("change", ["toolchain", "source"])
 def test_a_row_of_another_build_is_served_only_with_a_new_verdict(
     machine: FakeMachine, change: str
@@ -236,19 +253,111 @@ def test_on_miss_raise_names_the_command_that_tunes():
         fagen.get(**SHAPE, target="h200", on_miss="raise")
 
 
-def test_a_row_that_fails_the_gate_is_quarantined_and_the_next_one_is_served(machine: FakeMachine):
-    problem = make_problem(**SHAPE)
-    config = next(c for c in defaults(problem, H200) if c.family != "flash")
-    trial = stored(problem, config)
-    machine.wrong.add(config.family)
-    kernel = fagen.get(**SHAPE, device="cpu")
-    assert kernel.origin == "default"
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch):
+    """A place on a GPU that is not there."""
+    monkeypatch.setattr("torch.cuda.synchronize", lambda device: None)
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
+    return replace(library.place_of("cpu", None, None), device=torch.device("cuda", 0))
+
+
+def quarantined(trial: int) -> str:
     with Records.open(None, "read", config_from_dict) as records:
-        assert "failed the gate" in records.trial(trial).quarantined
+        return records.trial(trial).quarantined
+
+
+def test_what_fails_the_gate_is_left_out_for_good_and_the_next_one_is_served(
+    machine: FakeMachine,
+):
+    problem = make_problem(**SHAPE)
+    trial = stored(problem, two_configs(problem)[1])
+    machine.wrong.add("slim")
+    assert fagen.get(**SHAPE, device="cpu").origin == "default"
+    assert quarantined(trial) == ""  # the interpreter says nothing of that row's device
     library.forget()
     checked = len(machine.checked)
-    fagen.get(**SHAPE, device="cpu")
-    assert len(machine.checked) == checked  # the verdict of the default was stored
+    assert fagen.get(**SHAPE, device="cpu").origin == "default"
+    assert len(machine.checked) == checked  # both verdicts were stored
+
+
+def test_a_row_is_quarantined_by_its_own_device_alone(machine: FakeMachine, cuda: Place):
+    problem = make_problem(**SHAPE)
+    config = two_configs(problem)[1]
+    other = stored(problem, config, tools=replace(toolchain(), triton="3.6.0"))
+    machine.wrong.add("slim")
+    assert library.choose(cuda, "nearest", problem).origin == "default"
+    assert quarantined(other) == ""  # made by another toolchain
+    own = stored(problem, config)
+    assert library.choose(cuda, "nearest", problem).verdict is not None
+    assert quarantined(own) == ""  # its own verdict is served
+    with Records.open(None, "write", config_from_dict) as records:
+        records.quarantine(own, "x")
+    assert library.choose(cuda, "nearest", problem).origin == "default"
+
+
+def test_a_kernel_that_breaks_the_device_is_not_loaded_again(
+    machine: FakeMachine, cuda: Place, monkeypatch: pytest.MonkeyPatch
+):
+    problem = make_problem(**SHAPE)
+    trial = stored(problem, two_configs(problem)[1])
+    loads = []
+
+    def load(program: Program, target: Target, device: torch.device):
+        loads.append(program.config.family)
+        if program.config.family == "slim":
+            monkeypatch.setattr("torch.cuda.synchronize", broken)
+            broken(device)
+        return machine.load(program, target, device)
+
+    def broken(device: torch.device):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr("fagen.run.kernel.load", load)
+    with pytest.raises(VerificationFailed, match="Start Python again"):
+        library.choose(cuda, "nearest", problem)
+    with pytest.raises(NoDevice, match="fail already"):  # the next one is not blamed
+        library.choose(cuda, "nearest", problem)
+    assert loads == ["slim"] and "illegal" in quarantined(trial)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda device: None)  # a new process
+    assert library.choose(cuda, "nearest", problem).origin == "default"
+
+
+def test_a_row_outlives_a_machine_that_can_not_load_it(
+    cuda: Place, monkeypatch: pytest.MonkeyPatch, machine: FakeMachine
+):
+    problem = make_problem(**SHAPE)
+    trial = stored(problem, two_configs(problem)[1])
+
+    def load(program: Program, target: Target, device: torch.device):
+        raise RuntimeError("Failed to find C compiler. Please specify via CC.")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("fagen.run.kernel.load", load)
+        with pytest.raises(VerificationFailed, match="C compiler"):
+            library.choose(cuda, "nearest", problem)
+    assert quarantined(trial) == ""
+    assert library.choose(cuda, "nearest", problem).origin == "tuned"
+
+
+def test_what_tuning_found_wrong_is_not_served_after_a_quicker_check(
+    machine: FakeMachine, cuda: Place
+):
+    problem = make_problem(**SHAPE)
+    default = library.choose(cuda, "nearest", problem).program
+    verdict = Verdict((Check("o_max", 1.0, 0.5),), "NVIDIA H200")
+    wrong = Outcome(default.config, Status.WRONG_RESULT, "", default.key, verdict=verdict)
+    with Records.open(None, "write", config_from_dict) as records:
+        ledger = Ledger(records, problem, H200, toolchain())
+        ledger.begin(SimpleNamespace(policy_name="test", seed=0, trials=1, timeout_s=1.0))
+        ledger.save(wrong)
+    assert library.choose(cuda, "nearest", problem).program.key != default.key
+
+
+def test_a_run_of_this_process_is_seen_by_the_next_get():
+    problem = make_problem(**SHAPE)
+    assert fagen.get(**SHAPE, target="h200").origin == "default"
+    stored(problem, two_configs(problem)[1])
+    assert fagen.get(**SHAPE, target="h200").origin == "tuned"
 
 
 def test_when_every_candidate_fails_it_says_so(machine: FakeMachine):
@@ -271,6 +380,7 @@ def test_a_device_error_is_not_blamed_on_the_candidate(
 # A database that is of no use
 
 
+# C02
 @pytest.mark.parametrize("content", [b"", b"SQLite format 3\0" + b"x" * 84, b"hello", None])
 def test_a_broken_database_is_a_miss_with_one_warning(
     content: bytes | None, caplog: pytest.LogCaptureFixture, tmp_path: Path
@@ -288,6 +398,22 @@ def test_a_broken_database_is_a_miss_with_one_warning(
     assert path.is_dir() or path.read_bytes() == content  # left as it was
 
 
+def test_a_database_that_is_damaged_further_down_is_a_miss_too(caplog: pytest.LogCaptureFixture):
+    stored(make_problem(**SHAPE), two_configs(make_problem(**SHAPE))[1])
+    path = Path(os.environ["FAGEN_DB"])
+    with sqlite3.connect(path) as connection:
+        (root,) = connection.execute("SELECT rootpage FROM sqlite_master WHERE name='trial'")
+        (size,) = connection.execute("PRAGMA page_size")
+    connection.close()
+    content = bytearray(path.read_bytes())
+    content[(root[0] - 1) * size[0] : root[0] * size[0]] = b"\xff" * size[0]
+    path.write_bytes(content)
+    assert fagen.get(**SHAPE, target="h200").origin == "default"
+    assert fagen.why(**SHAPE, target="h200").origin == "default"
+    assert [r.message for r in caplog.records if "malformed" in r.message]
+
+
+# C02
 def test_a_row_of_an_unknown_family_is_skipped_and_the_others_serve():
     problem = make_problem(**SHAPE)
     first, second = two_configs(problem)
@@ -299,6 +425,7 @@ def test_a_row_of_an_unknown_family_is_skipped_and_the_others_serve():
     assert fagen.get(**SHAPE, target="h200").config == second
 
 
+# C04
 def test_without_a_home_get_works_from_the_default(tmp_path: Path):
     code = (
         "import fagen; kernel = fagen.get(seq=256, head_dim=64, target='h200');"
@@ -407,6 +534,7 @@ def bad(**changes: torch.Tensor) -> list[torch.Tensor]:
     return [changes.get("q", q), changes.get("k", k), changes.get("v", v)]
 
 
+# N11
 @pytest.mark.parametrize(
     ("qkv", "said"),
     [
@@ -464,6 +592,21 @@ def test_without_device_and_target_the_error_says_what_to_do():
         fagen.get(**SHAPE)
 
 
+@pytest.mark.parametrize("device", ["x", -1, "cuda:x", object()])
+def test_what_is_no_device_is_refused(device: object, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(NoDevice):
+        fagen.get(**SHAPE, device=device)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for other in (device, "cpu"):
+        with pytest.raises(NoDevice, match="is no CUDA device"):
+            detect(other)
+
+
+def test_what_is_no_target_is_refused():
+    with pytest.raises(UnknownTarget):
+        fagen.get(**SHAPE, target=3)
+
+
 def test_other_devices_than_cuda_are_refused():
     with pytest.raises(NoDevice, match="not on mps"):
         fagen.get(**SHAPE, device="mps")
@@ -482,6 +625,7 @@ def test_nothing_is_loaded_while_a_graph_is_captured(
 # Cost of a call
 
 
+# R05
 def test_ten_thousand_calls_ask_the_database_nothing():
     statements: list[str] = []
 
@@ -506,6 +650,7 @@ def test_ten_thousand_calls_ask_the_database_nothing():
         event.remove(sqlalchemy.Engine, "before_cursor_execute", count)
 
 
+# R05
 def test_a_call_costs_the_host_little_more_than_its_allocations():
     q, k, v = tensors(seq=4)
     kernel = fagen.get(q, k, v)
@@ -525,6 +670,7 @@ def _nothing(*_args: object) -> None:
     """A launch that does nothing."""
 
 
+# R05
 def test_calls_go_on_while_the_database_is_locked():
     problem = make_problem(**SHAPE)
     stored(problem, two_configs(problem)[1])
@@ -540,6 +686,7 @@ def test_calls_go_on_while_the_database_is_locked():
         lock.close()
 
 
+# R05
 def test_many_lengths_load_few_kernels_and_keep_few_plans(
     machine: FakeMachine, monkeypatch: pytest.MonkeyPatch
 ):
@@ -549,25 +696,6 @@ def test_many_lengths_load_few_kernels_and_keep_few_plans(
         kernel(*tensors(seq=seq, heads=1))
     assert len(machine.loaded) == 1
     assert len(kernel._plans) <= 256
-
-
-def test_a_broken_cuda_context_blames_one_kernel_alone(
-    monkeypatch: pytest.MonkeyPatch, machine: FakeMachine
-):
-    def load(program: Program, target: Target, device: torch.device):
-        machine.checked.append(program.key)
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    def synchronize(device: torch.device):
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    monkeypatch.setattr("fagen.run.kernel.load", load)
-    monkeypatch.setattr("torch.cuda.synchronize", synchronize)
-    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
-    place = replace(library.place_of("cpu", None, None), device=torch.device("cuda", 0))
-    with pytest.raises(VerificationFailed, match="Start Python again"):
-        library.choose(place, "nearest", make_problem(**SHAPE))
-    assert len(machine.checked) == 1
 
 
 def test_the_sign_of_each_calls_scale_picks_its_source(machine: FakeMachine):

@@ -159,7 +159,11 @@ def test_the_best_prediction_is_one_to_three_times_the_roof(
 @pytest.mark.parametrize("causal", [False, True])
 def test_any_size_has_a_positive_finite_time(sizes: tuple[int, int], causal: bool) -> None:
     problem = make_problem(
-        sizes[0], 64, seq_kv=sizes[1], causal=causal, causal_align="bottom_right"
+        sizes[0],
+        64,
+        seq_kv=sizes[1],
+        causal=causal,
+        causal_align="bottom_right" if causal else "top_left",
     )
     for family in FAMILIES.values():
         for knobs in family.seeds(make_problem(512, 64), H200):
@@ -182,3 +186,13 @@ def test_ranking_a_whole_space_takes_under_a_second() -> None:
     ranked = sorted(configs, key=lambda config: us(config, CAUSAL))
     assert time.perf_counter() - begun < 3.0  # 0.1 s on an idle core
     assert ranked[0].family == "flash"
+
+
+def test_a_prediction_takes_no_longer_for_a_long_sequence():
+    problem = make_problem(2**31 - 1, 128, causal=True)
+    config = Config("flash", FAMILIES["flash"].Knobs())
+    started = time.perf_counter()
+    long = predict_us(problem, preset("h200"), config, None)
+    assert time.perf_counter() - started < 1.0
+    half = predict_us(make_problem(2**30, 128, causal=True), preset("h200"), config, None)
+    assert long == pytest.approx(4 * half, rel=0.02)

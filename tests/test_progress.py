@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fagen.cli import progress
@@ -38,6 +39,16 @@ def test_plain_lines_say_done_total_best_and_time_left(capsys: pytest.CaptureFix
         "3/3 tried, best 12 us, 50 s left",
         "Measuring 2 finalists again, interleaved with the peers.",
         "Run x after 1.5 s.",
+    ]
+
+
+def test_a_run_that_times_nothing_calls_its_best_predicted(capsys: pytest.CaptureFixture[str]):
+    with Watcher(PlainLines()) as watcher:
+        watcher(replace(STARTED, timed=False))
+        watcher(done(3, status=Status.PREDICTED))
+    assert capsys.readouterr().err.splitlines() == [
+        "7 valid configs, offline: nothing is timed, 2 known from earlier runs.",
+        "3/3 tried, best predicted 12 us, 50 s left",
     ]
 
 

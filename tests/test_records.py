@@ -8,9 +8,11 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
+import torch
 
-from fagen.errors import DatabaseError, UnknownTrial
+from fagen.errors import BadProblem, DatabaseError, UnknownTrial
 from fagen.outcome import Check, Outcome, Status, Timing, Verdict
 from fagen.problem import Problem, make_problem
 from fagen.records import Records, Staleness
@@ -104,6 +106,7 @@ def test_a_run_is_listed_with_its_plan_and_counts(records: Records) -> None:
     assert [r.state for r in records.runs(run_id=other)] == ["finished"]
 
 
+# O03
 def test_a_run_whose_process_is_gone_is_shown_as_interrupted(tmp_path: Path) -> None:
     store = Store(tmp_path / "t.db", "write")
     records = Records(store, decode)
@@ -357,6 +360,7 @@ def test_reading_writes_verdicts_and_quarantine_marks_alone(tmp_path: Path) -> N
             begin(records)
 
 
+# D05
 def test_an_older_file_is_never_migrated_for_a_verdict(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -371,6 +375,7 @@ def test_an_older_file_is_never_migrated_for_a_verdict(
     assert path.read_bytes() == before
 
 
+# D05
 @pytest.mark.parametrize("mode", ["read", "write"])
 def test_a_database_of_version_1_still_answers(tmp_path: Path, mode: Any) -> None:
     with Records.open(str(copy_of_v1(tmp_path)), mode, decode) as records:
@@ -391,3 +396,22 @@ def test_a_database_of_version_1_still_answers(tmp_path: Path, mode: Any) -> Non
         if mode == "write":
             records.save(begin(records), outcome(1.0, block_m=16))
             assert len(records.history(PROBLEM, H200, TOOLCHAIN)) == 4
+
+
+# D01
+def test_a_winner_stored_with_sizes_of_numpy_and_torch_is_found_by_plain_ones(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "t.db"
+    heads, seq = torch.Size([16, 8192])
+    odd = make_problem(np.int64(8192), np.uint8(128), heads=heads, seq_kv=seq, batch=np.int32(1))
+    with Records.open(str(path), "write", decode) as records:
+        records.save(begin(records, odd), outcome(float(np.float32(10.5))))
+    with Records.open(str(path), "read", decode) as records:
+        best = records.best(PROBLEM, H200)
+        assert best is not None
+        assert (best.problem, best.median_us) == (PROBLEM, 10.5)
+    [(text,)] = sql(path, "SELECT problem FROM run")
+    assert json.loads(text)["shape"]["seq_q"] == 8192
+    with pytest.raises(BadProblem, match="whole number, got True"):
+        make_problem(8192, 128, heads=True)

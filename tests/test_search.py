@@ -37,6 +37,7 @@ def test_seeds_come_first_and_no_config_comes_twice() -> None:
     assert set(asked) <= set(space.configs)
 
 
+# O02
 def test_a_space_of_twelve_is_covered_once_each_and_then_exhausted() -> None:
     space = small_space(12)
     asked = played(Search(space, 3), 40)
@@ -44,6 +45,7 @@ def test_a_space_of_twelve_is_covered_once_each_and_then_exhausted() -> None:
     assert set(asked) == set(space.configs)
 
 
+# O02
 def test_the_same_seed_and_tells_give_the_same_sequence() -> None:
     first, second = (played(Search(full_space(), 7), 60) for _ in range(2))
     other = played(Search(full_space(), 8), 60)
@@ -108,6 +110,7 @@ def test_a_failed_config_of_an_earlier_run_is_not_asked_for_again() -> None:
     assert len(asked) == 11
 
 
+# O01
 def test_a_space_that_grew_or_shrank_keeps_what_is_still_valid() -> None:
     whole = small_space(12)
     history = [(c, formula_us(c)) for c in whole.configs[:8]]
@@ -118,6 +121,7 @@ def test_a_space_that_grew_or_shrank_keeps_what_is_still_valid() -> None:
     assert set(asked) == set(larger.configs) - {c for c, _ in history}
 
 
+# O01
 def test_renamed_knobs_and_numpy_choices_never_reach_optuna() -> None:
     wide = make_dataclass(
         "Wide",
@@ -156,9 +160,9 @@ def test_an_ask_takes_a_few_milliseconds() -> None:
     search = Search(full_space(), 0)
     took = []
     for _ in range(80):
-        begun = time.perf_counter()
+        begun = time.thread_time()  # of this thread: other load changes little
         config = search.ask()
-        took.append(time.perf_counter() - begun)
+        took.append(time.thread_time() - begun)
         assert config is not None
         search.tell(config, formula_us(config))
-    assert sorted(took)[40] < 0.015  # 2 ms on an idle core; the machine may be shared
+    assert sorted(took)[40] < 0.015  # 2 ms on an idle core

@@ -162,6 +162,7 @@ class TestContract:
             store.add_trial(trial_row(run_id, us))
         assert store.status_counts()[run_id] == {"ok": 2, "crashed": 1}
 
+    # D01
     @pytest.mark.parametrize("us", [float("nan"), float("inf"), 0.0, -1.0, np.float32("nan")])
     def test_what_is_no_time_is_refused(self, store: Store, us: float) -> None:
         run_id = store.add_run(run_row())
@@ -213,6 +214,7 @@ class TestContract:
         return [view.trial.program_key for view in store.best(each=9, keys=keys)]
 
 
+# D01
 def test_numpy_numbers_are_stored_as_numbers_and_found_by_plain_ones(tmp_path: Path) -> None:
     store = Store(tmp_path / "t.db", "write")
     run = run_row(
@@ -238,6 +240,7 @@ def test_numpy_numbers_are_stored_as_numbers_and_found_by_plain_ones(tmp_path: P
     assert sql(tmp_path / "t.db", "SELECT clocks_mhz FROM trial") == [("[1980]",)]
 
 
+# D04
 def test_times_keep_their_instant_whatever_the_zones_of_writer_and_reader(tmp_path: Path) -> None:
     eastern = [datetime(2026, 11, 1, 1, 30, tzinfo=timezone(timedelta(hours=h))) for h in (-4, -5)]
     write = (
@@ -263,6 +266,7 @@ def test_times_keep_their_instant_whatever_the_zones_of_writer_and_reader(tmp_pa
     assert stored == ["2026-11-01T06:30:00.000000Z", "2026-11-01T05:30:00.000000Z"]
 
 
+# C02
 @pytest.mark.parametrize(
     ("column", "value"),
     [("config", '{"family": "de'), ("created", "yesterday"), ("median_us", "fast")],

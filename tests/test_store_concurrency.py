@@ -66,6 +66,7 @@ def integrity(path: Path) -> str:
     return str(sql(path, "PRAGMA integrity_check")[0][0])
 
 
+# C03
 def test_eight_processes_that_meet_on_an_empty_path_lose_nothing(tmp_path: Path) -> None:
     path = tmp_path / "new" / "t.db"
     with workers([(path, "write", f"w{n}", 50) for n in range(8)]) as processes:
@@ -100,6 +101,7 @@ def test_eight_processes_on_one_key_keep_every_row_and_the_fastest_is_best(
     assert store.verdict("of all", "dev", "tool") == verdict_row(program="of all")
 
 
+# C02
 def test_a_process_killed_while_it_writes_loses_at_most_the_row_at_hand(tmp_path: Path) -> None:
     path = tmp_path / "t.db"
     stored = 0
@@ -118,6 +120,7 @@ def test_a_process_killed_while_it_writes_loses_at_most_the_row_at_hand(tmp_path
             assert len(Store(path, "write").trials()) == rows
 
 
+# O03
 def test_a_killed_run_is_interrupted_and_a_living_one_is_not(tmp_path: Path) -> None:
     path = tmp_path / "t.db"
     with workers([(path, "hold", "killed", 0), (path, "hold", "alive", 0)]) as processes:
@@ -140,6 +143,7 @@ def version(path: Path) -> str:
     return str(sql(path, f"SELECT * FROM {schema.VERSION_TABLE}")[0][0])
 
 
+# D05
 def test_two_migrations_at_once_are_one(tmp_path: Path) -> None:
     path, version_2 = copy_of_v1(tmp_path), second_version(tmp_path)
     add_to_step(version_2, "    time.sleep(0.3)\n")
@@ -152,6 +156,7 @@ def test_two_migrations_at_once_are_one(tmp_path: Path) -> None:
     assert sql(path, "SELECT count(*), count(note) FROM run") == [(3, 0)]
 
 
+# D05
 def test_a_migration_killed_in_the_middle_never_happened(tmp_path: Path) -> None:
     path, version_2 = copy_of_v1(tmp_path), second_version(tmp_path)
     flag = tmp_path / "in the middle"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import shutil
 import sqlite3
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +81,7 @@ BAD_FILES: dict[str, Any] = {
 }
 
 
+# C02
 @pytest.mark.parametrize("mode", ["read", "write"])
 @pytest.mark.parametrize("kind", BAD_FILES)
 def test_a_bad_file_is_named_and_left_as_it_is(tmp_path: Path, kind: str, mode: Any) -> None:
@@ -96,6 +96,7 @@ def test_a_bad_file_is_named_and_left_as_it_is(tmp_path: Path, kind: str, mode: 
     assert before == (path.read_bytes() if path.is_file() else b"")
 
 
+# C02
 def test_an_empty_file_is_no_database_to_read_and_a_new_one_to_write(tmp_path: Path) -> None:
     path = tmp_path / "t.db"
     path.touch()
@@ -138,6 +139,7 @@ def test_a_lock_is_waited_for_and_then_named(tmp_path: Path) -> None:
     assert store.add_run(run_row()) == 1
 
 
+# C02
 def test_a_full_disk_is_named_and_costs_the_row_at_hand_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,6 +161,7 @@ def test_a_full_disk_is_named_and_costs_the_row_at_hand_alone(
     assert sql(tmp_path / "t.db", "PRAGMA integrity_check") == [("ok",)]
 
 
+# C04
 def test_a_path_below_a_file_can_not_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(DatabaseReadOnly, match="folder"):
@@ -167,19 +170,23 @@ def test_a_path_below_a_file_can_not_be_written(tmp_path: Path) -> None:
         Store(tmp_path / "file" / "t.db")
 
 
-AS_ANOTHER_USER = """
-import os, sys
+AS_A_USER = """
+import ctypes, os, sys
 sys.path[:0] = sys.argv[3:]
 from store_rows import run_row
 from tuning_db import DatabaseReadOnly, Store
-warm = Store(None, "write")  # loads what the other user may not be able to read
-warm.add_run(run_row()), warm.trials()
-if os.getuid() == 0:  # whom no file mode stops
-    os.setgroups([]); os.setgid(65534); os.setuid(65534)
+if os.getuid() == 0:  # give up CAP_DAC_OVERRIDE, by which no file mode stops root
+    libc = ctypes.CDLL(None)
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
+    rights = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable, of 0 to 31, then 32 up
+    assert libc.capget(header, rights) == 0
+    rights[0] &= ~2
+    rights[1] &= ~2
+    assert libc.capset(header, rights) == 0
 path = sys.argv[1]
 """
 CUT_OFF = (
-    AS_ANOTHER_USER
+    AS_A_USER
     + """
 try:
     Store(path)
@@ -188,7 +195,7 @@ except DatabaseReadOnly as error:
 """
 )
 READ_ONLY = (
-    AS_ANOTHER_USER
+    AS_A_USER
     + """
 print(len(Store(path).trials()), sorted(os.listdir(os.path.dirname(path))))
 try:
@@ -199,41 +206,43 @@ except DatabaseReadOnly as error:
 )
 
 
-def test_a_write_that_was_cut_off_is_not_read_where_it_can_not_be_repaired() -> None:
-    with tempfile.TemporaryDirectory(prefix="fagen-test-") as name:
-        path = Path(shutil.copy(V1, Path(name) / "t.db"))
-        holder = sqlite3.connect(path, isolation_level=None)
-        holder.execute("PRAGMA cache_size=1")
-        holder.execute("BEGIN EXCLUSIVE")
-        holder.execute("CREATE TABLE half AS SELECT * FROM trial, trial AS b, trial AS c")
-        copy = Path(name) / "copy"
-        copy.mkdir()
-        Path(name).chmod(0o755)
-        for file in (path, path.with_name("t.db-journal")):
-            shutil.copy(file, copy)
-        holder.close()
-        copy.chmod(0o555)
+# C02
+def test_a_write_that_was_cut_off_is_not_read_where_it_can_not_be_repaired(
+    tmp_path: Path,
+) -> None:
+    path = Path(shutil.copy(V1, tmp_path / "t.db"))
+    holder = sqlite3.connect(path, isolation_level=None)
+    holder.execute("PRAGMA cache_size=1")
+    holder.execute("BEGIN EXCLUSIVE")
+    holder.execute("CREATE TABLE half AS SELECT * FROM trial, trial AS b, trial AS c")
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in (path, path.with_name("t.db-journal")):
+        shutil.copy(file, copy)
+    holder.close()
+    copy.chmod(0o555)
+    try:
         shown = python(CUT_OFF, copy / "t.db", 0)
+    finally:
         copy.chmod(0o755)
-        assert shown == "True\n"
-        assert len(Store(copy / "t.db", "write").trials()) == 3
+    assert shown == "True\n"
+    assert len(Store(copy / "t.db", "write").trials()) == 3
 
 
+# C04
 @pytest.mark.parametrize("kind", ["delete", "wal", "wal with newer rows"])
-def test_a_copy_in_a_folder_that_can_not_be_written_is_read(kind: str) -> None:
-    # Not below pytest's own folder, which another user can't pass: root drops its rights here.
-    with tempfile.TemporaryDirectory(prefix="fagen-test-") as name:
-        path = Path(shutil.copy(V1, Path(name) / "t.db"))
-        sql(path, f"PRAGMA journal_mode={kind.split()[0]}")
-        beside = ["t.db-wal"] if "newer" in kind else []
-        for name_beside in beside:
-            (path.parent / name_beside).write_bytes(b"what a checkpoint has not moved yet")
-        path.chmod(0o444)
-        path.parent.chmod(0o555)
-        try:
-            shown = python(READ_ONLY, path, 0)
-        finally:
-            path.parent.chmod(0o755)
+def test_a_copy_in_a_folder_that_can_not_be_written_is_read(tmp_path: Path, kind: str) -> None:
+    path = Path(shutil.copy(V1, tmp_path / "t.db"))
+    sql(path, f"PRAGMA journal_mode={kind.split()[0]}")
+    beside = ["t.db-wal"] if "newer" in kind else []
+    for name_beside in beside:
+        (tmp_path / name_beside).write_bytes(b"what a checkpoint has not moved yet")
+    path.chmod(0o444)
+    tmp_path.chmod(0o555)
+    try:
+        shown = python(READ_ONLY, path, 0)
+    finally:
+        tmp_path.chmod(0o755)
     assert shown.splitlines() == [f"3 {['t.db', *beside]}", "True True"]
 
 

@@ -92,6 +92,7 @@ def test_version_1_is_read_and_continued() -> None:
     ]
 
 
+# D05
 def test_an_older_schema_is_migrated_with_a_backup(old: Path, version_2: Path) -> None:
     before = sql(old, "SELECT * FROM trial")
     store = Store(old, "write")
@@ -117,6 +118,7 @@ def test_an_older_schema_is_left_alone_by_who_may_not_migrate(
     assert not list(old.parent.glob("*.backup*"))
 
 
+# D05
 @pytest.mark.parametrize("mode", ["read", "write"])
 @pytest.mark.parametrize("version", ["9999", "abc"])
 def test_a_newer_schema_is_refused_and_not_written(old: Path, mode: Any, version: str) -> None:
@@ -127,6 +129,7 @@ def test_a_newer_schema_is_refused_and_not_written(old: Path, mode: Any, version
     assert old.read_bytes() == before
 
 
+# D05
 def test_a_migration_that_fails_leaves_the_old_schema(old: Path, version_2: Path) -> None:
     step = version_2 / "versions" / "v0002_note.py"
     step.write_text(V2_STEP + "    op.execute('INSERT INTO nothing VALUES (1)')\n")
@@ -139,6 +142,7 @@ def test_a_migration_that_fails_leaves_the_old_schema(old: Path, version_2: Path
     assert "note" in {row[1] for row in sql(old, "PRAGMA table_info(run)")}
 
 
+# D05
 def test_a_migration_waits_for_a_lock_and_then_fails_as_a_whole(
     old: Path, version_2: Path
 ) -> None:

@@ -12,7 +12,8 @@ import jinja2.nodes
 import pytest
 
 from fagen import settings
-from fagen.generate.families import FAMILIES, family_of
+from fagen.errors import BadConfig
+from fagen.generate.families import FAMILIES, config_from_dict, family_of
 from fagen.generate.program import Program
 from fagen.generate.render import environment, render
 from fagen.generate.space import SearchSpace
@@ -99,6 +100,22 @@ def test_misspelt_word_names_itself_and_its_file(monkeypatch: pytest.MonkeyPatch
         render(problem, config)
 
 
+@pytest.mark.parametrize(
+    "knobs", [{"block_m": "64"}, {"block_m": 96}, {"block_k": 64}, {"loads": None}, {"order": []}]
+)
+def test_config_with_an_unknown_knob_or_value_is_refused(knobs: dict[str, object]):
+    with pytest.raises(BadConfig, match="flash"):
+        config_from_dict({"family": "flash", "knobs": knobs})
+
+
+def test_config_read_back_has_the_same_key():
+    for _, config in CASES:
+        assert config_from_dict(config.to_dict()).key == config.key
+    whole = {"family": "flash", "knobs": {"rescale_tau": 8, "rescale_skip": "branch"}}
+    exact = {"family": "flash", "knobs": {"rescale_tau": 8.0, "rescale_skip": "branch"}}
+    assert config_from_dict(whole).key == config_from_dict(exact).key
+
+
 def test_equal_input_gives_equal_bytes_and_other_knobs_another_name():
     problem, config = CASES[0]
     first, again = render(problem, config), render(problem, config)
@@ -122,6 +139,7 @@ def test_default_layout_is_that_of_contiguous_tensors():
     assert make_problem(64, 128, head_dim_v=1).layout == "any"
 
 
+# C01
 def test_every_knob_is_in_the_key():
     problem = make_problem(300, 64, causal=True, dtype="fp16")
     space = SearchSpace.of(problem, preset("h200"))

@@ -16,18 +16,29 @@ from statistics import mean
 import pytest
 
 from fagen.config import Config
-from fagen.errors import FagenError, Interrupted, NoValidConfig, TerminatedRun, WorkerDied
+from fagen.errors import (
+    BadProblem,
+    BadSetting,
+    CacheError,
+    FagenError,
+    Interrupted,
+    NoValidConfig,
+    TerminatedRun,
+    WorkerDied,
+)
 from fagen.generate.families import config_from_dict
+from fagen.generate.program import Program
 from fagen.outcome import Built, KernelFacts, Outcome, Status, Timing
+from fagen.problem import Problem
 from fagen.records import Records
-from fagen.target import Toolchain
+from fagen.target import Toolchain, preset
 from fagen.tune import events
 from fagen.tune.finale import FINALISTS
 from fagen.tune.jobs import BuildReply, Tried
 from fagen.tune.ledger import Ledger
 from fagen.tune.result import Final, choose, finalists
 from fagen.tune.signals import Terminated
-from fagen.tune.tuner import run
+from fagen.tune.tuner import run, tune
 from fakes import (
     FAILED,
     PASSED,
@@ -344,6 +355,7 @@ def test_trials_is_the_total_of_a_key_and_a_rerun_goes_on() -> None:
     assert not set(third.worker.tried) & set(first.worker.tried)
 
 
+# O02
 def test_more_trials_than_configs_stops_when_the_space_is_used_up() -> None:
     shop = FakeShop()
     result = run(shop.plan(small_space(12), trials=40))
@@ -462,10 +474,10 @@ SCRIPT = """
     from fagen.errors import FagenError
     from fagen.generate.families import config_from_dict
     from fagen.records import Records
-    from fagen.target import Toolchain
+    from fagen.target import Toolchain, preset
     from fagen.tune.events import TrialDone
     from fagen.tune.ledger import Ledger
-    from fagen.tune.tuner import run
+    from fagen.tune.tuner import run, tune
 
     def slow(config):
         time.sleep(float(sys.argv[2]))
@@ -538,6 +550,7 @@ def test_a_real_signal_ends_the_run_quietly_within_two_seconds(
     assert 5 <= len(stored(script)) <= 7
 
 
+# O03
 def test_a_killed_run_is_not_running_and_the_next_one_goes_on(script: Path) -> None:
     process = started(script, 0.3)
     read_until(process, "2")
@@ -571,3 +584,87 @@ def test_a_refused_finalist_is_out_of_the_real_database_too(tmp_path: Path) -> N
         history = {o.config: o.status for o in ledger.history("fake timer")}
         assert history[best.config] == Status.WRONG_RESULT
         assert len(history) == 12
+
+
+def test_a_config_whose_source_changed_is_tried_again_and_the_fast_ones_first() -> None:
+    space, ledger = small_space(12), FakeLedger()
+    best = run(FakeShop(ledger=ledger).plan(space)).winner
+    assert best is not None
+
+    def render_new(problem: Problem, config: Config) -> Program:
+        return replace(render_fake(problem, config), key=f"new {config.key}")
+
+    shop = FakeShop(ledger=ledger)
+    result = run(shop.plan(space, render=render_new, trials=6))
+    assert len(shop.worker.tried) == result.tried == 6
+    assert best.config in shop.worker.tried[:2]
+    assert result.winner is not None and result.winner.program_key.startswith("new ")
+
+
+def test_a_refused_finalist_says_nothing_of_another_device_or_toolchain(tmp_path: Path) -> None:
+    places = [(TARGET, TOOLCHAIN), (preset("a100"), TOOLCHAIN), (TARGET, Toolchain("3.6.0", "1"))]
+    with Records.open(str(tmp_path / "t.db"), "write", config_from_dict) as records:
+        for target, tools in places:
+            best = run(
+                FakeShop(ledger=Ledger(records, PROBLEM, target, tools)).plan(small_space(6))
+            ).winner
+        assert best is not None
+        bad = FakeWorker(refused=frozenset([best.config]))
+        run(FakeShop(bad, ledger=Ledger(records, PROBLEM, *places[0])).plan(small_space(6)))
+        served = [records.best(PROBLEM, target, tools) for target, tools in places]
+        assert [r is not None and r.config == best.config for r in served] == [False, True, True]
+
+
+def test_the_same_shape_of_another_device_or_toolchain_is_the_nearest(tmp_path: Path) -> None:
+    with Records.open(str(tmp_path / "t.db"), "write", config_from_dict) as records:
+        other = Ledger(records, PROBLEM, TARGET, Toolchain("3.6.0", "1"))
+        best = run(FakeShop(ledger=other).plan(small_space(6))).winner
+        assert best is not None
+        assert best.config in Ledger(records, PROBLEM, TARGET, TOOLCHAIN).neighbours()
+        assert other.neighbours() == []
+
+
+def test_ctrl_c_while_a_run_closes_loses_neither_its_race_nor_its_result() -> None:
+    class Closing(FakeBuilder):
+        def close(self) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            super().close()
+
+    shop = FakeShop(builder=Closing())
+    assert run(shop.plan(small_space(6))).winner is not None
+    assert shop.ledger.finished[-1][1] is False and shop.ledger.winners != []
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ({"trials": -1}, BadSetting),
+        ({"trials": 1.5}, BadSetting),
+        ({"timeout": float("nan")}, BadSetting),
+        ({"timeout": float("inf")}, BadSetting),
+        ({"timeout": -1}, BadSetting),
+        ({"timeout": "5"}, BadSetting),
+        ({"seed": -1}, BadSetting),
+        ({"seed": 2**32}, BadSetting),
+        ({"device": 0, "target": "h200"}, BadSetting),
+        ({"problem": (1, 2, 9, 16)}, BadProblem),
+        ({"problem": PROBLEM, "seq": 4}, BadProblem),
+    ],
+    ids=str,
+)
+def test_an_argument_that_can_not_be_used_is_refused_before_anything_starts(
+    words: dict[str, object], error: type[FagenError], tmp_path: Path
+) -> None:
+    shape = {} if "problem" in words else {"seq": 9, "head_dim": 16}
+    with pytest.raises(error):
+        tune(**{**shape, "db": str(tmp_path / "t.db"), **words})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_cache_that_can_not_be_made_ends_a_run_before_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAGEN_CACHE", "/dev/null")
+    with pytest.raises(CacheError, match="FAGEN_CACHE"):
+        tune(seq=9, head_dim=16, target="h200", trials=1, db=str(tmp_path / "t.db"))
+    assert list(tmp_path.iterdir()) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,9 @@ class Runner:
 
     def launch(self, *args: Any) -> None:
         self.act(*args)
+
+    def launch_poisoned(self, *args: Any) -> None:
+        self.act(*args)  # which has no scratch memory
 
 
 def five_percent_off(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, s: float) -> None:
@@ -82,6 +86,7 @@ def test_a_right_kernel_is_verified_and_then_timed(
     assert tried.timing.policy == POLICY.name and math.isfinite(tried.timing.median_us)
 
 
+# T01
 def test_a_wrong_kernel_is_never_timed_and_its_error_is_told(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,6 +98,7 @@ def test_a_wrong_kernel_is_never_timed_and_its_error_is_told(
     assert "over budget" in tried.reason
 
 
+# T02
 @pytest.mark.parametrize(
     ("message", "status"),
     [
@@ -146,3 +152,20 @@ def test_the_race_times_programs_and_peers_in_turns_and_names_the_missing(
     assert any(name.startswith("eager") for name in reply.peers)
     assert any(name.startswith("sdpa-cudnn") for name in reply.missing)
     assert not set(reply.peers) & set(reply.missing)
+
+
+# R05
+def test_a_candidate_that_failed_keeps_no_tensor_alive(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[weakref.ref[Tensor]] = []
+
+    def greedy(*args: Any) -> None:
+        mine = args[0].clone()
+        kept.append(weakref.ref(mine))
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    loads(monkeypatch, greedy, attend)
+    assert bench.try_program(TryProgram(program(0))).status == Status.OUT_OF_RESOURCES
+    assert bench.try_program(TryProgram(program(1))).status == Status.OK
+    assert [one() for one in kept] == [None] * len(kept) != []

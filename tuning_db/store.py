@@ -6,7 +6,17 @@ from collections.abc import Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
-from sqlalchemy import Connection, CursorResult, Select, Table, func, insert, select, update
+from sqlalchemy import (
+    Connection,
+    CursorResult,
+    Select,
+    Table,
+    func,
+    insert,
+    select,
+    text,
+    update,
+)
 from sqlalchemy.dialects import postgresql, sqlite
 
 from tuning_db import owner, queries, tables
@@ -67,6 +77,14 @@ class Store:
     def _session(self, *, writes: bool = False) -> Iterator[Connection]:
         with transaction(self._engine, self.place, writes=writes) as connection:
             yield connection
+
+    def damage(self) -> list[str]:
+        """What SQLite finds wrong in its file; nothing for a sound one, and for a server."""
+        with self._session() as connection:
+            if connection.dialect.name != "sqlite":
+                return []
+            found = connection.execute(text("PRAGMA integrity_check(10)")).scalars().all()
+        return [str(line) for line in found if line != "ok"]
 
     def add_run(self, row: RunRow) -> int:
         with self._session(writes=True) as connection:

@@ -6,12 +6,14 @@ from datetime import datetime
 
 import click
 
-from fagen.cli.options import db_option, json_option, shape_options
+from fagen.cli.options import ID, db_option, json_option, shape_options
 from fagen.cli.output import emit, emit_json, emit_rows
 from fagen.outcome import Status
 from fagen.problem import Problem
 
 EMPTY = "Nothing is stored yet. Run: fagen tune --seq 8192 --head-dim 128"
+NO_MATCH = "Nothing that is stored matches. Without options it is all listed."
+NOT_TIMED = "Nothing was timed yet. Predictions: fagen db trials. Times: fagen tune, with a GPU."
 
 
 def _when(_ctx: click.Context, _param: click.Parameter, value: str | None) -> datetime | None:
@@ -29,7 +31,7 @@ def _when(_ctx: click.Context, _param: click.Parameter, value: str | None) -> da
 since_option = click.option(
     "--since", callback=_when, metavar="DATE", help="From this ISO date or time on [local time]."
 )
-limit_option = click.option("--limit", type=click.IntRange(min=1), help="At most so many, newest.")
+limit_option = click.option("--limit", type=ID, help="At most so many, newest.")
 
 
 @click.group("db")
@@ -78,7 +80,9 @@ def list_runs(since: datetime | None, limit: int | None, db: str | None, as_json
     with reading(db) as records:
         rows = stored.run_rows(records.runs(since=since, limit=limit), records.winners())
     columns = ["run_id", "started", "state", "problem", "target", "trials", "best_us"]
-    emit_rows(rows if as_json else stored.localized(rows), columns, as_json=as_json, nothing=EMPTY)
+    nothing = EMPTY if since is None else NO_MATCH
+    rows = rows if as_json else stored.localized(rows)
+    emit_rows(rows, columns, as_json=as_json, nothing=nothing)
 
 
 @command.command("best")
@@ -96,12 +100,13 @@ def best(db: str | None, as_json: bool) -> None:
 
     with reading(db) as records:
         rows = [stored.record_row(record) for record in records.winners()]
+        nothing = NOT_TIMED if records.trials(limit=1) else EMPTY
     columns = ["trial_id", "problem", "target", "triton", "median_us", "config"]
-    emit_rows(rows, columns, as_json=as_json, nothing=EMPTY)
+    emit_rows(rows, columns, as_json=as_json, nothing=nothing)
 
 
 @command.command("trials")
-@click.option("--run", "run_id", type=int, metavar="ID", help="Of one run.")
+@click.option("--run", "run_id", type=ID, metavar="ID", help="Of one run.")
 @click.option("--status", type=click.Choice([s.value for s in Status]), help="With one status.")
 @shape_options(required=False)
 @since_option
@@ -133,11 +138,12 @@ def trials(
         )
     rows = [stored.record_row(record) for record in found]
     columns = ["trial_id", "run_id", "status", "median_us", "predicted_us", "config", "reason"]
-    emit_rows(rows, columns, as_json=as_json, nothing=EMPTY)
+    narrowed = any(value is not None for value in (run_id, problem, status, since))
+    emit_rows(rows, columns, as_json=as_json, nothing=NO_MATCH if narrowed else EMPTY)
 
 
 @command.command("show")
-@click.argument("trial", type=int)
+@click.argument("trial", type=ID)
 @db_option
 @json_option
 def show(trial: int, db: str | None, as_json: bool) -> None:

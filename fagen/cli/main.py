@@ -76,6 +76,7 @@ def cli() -> None:
 def main(args: list[str] | None = None) -> int:
     """Run one command. Returns the exit code; never raises for what a user can meet."""
     _hold_standard_files()
+    code = 0
     try:
         with terminable():
             code = _run(sys.argv[1:] if args is None else args)
@@ -83,7 +84,6 @@ def main(args: list[str] | None = None) -> int:
             sys.stdout.flush()
     except BrokenPipeError:  # the reader has had enough, as in `fagen db list | head -1`
         _drop_stdout()
-        return 0
     except OSError as error:
         _drop_stdout()
         return _fail(_io_error(error), 1)

@@ -11,6 +11,7 @@ import click
 from fagen.problem import Problem, make_problem
 
 Command = Callable[..., Any]
+ID = click.IntRange(1, 2**63 - 1)  # what a database can count
 SHAPE_WORDS = (
     "seq",
     "head_dim",
@@ -83,9 +84,7 @@ def _shape_options(required: bool) -> list[Callable[[Command], Command]]:
         click.option(
             "--causal-align",
             type=click.Choice(["top_left", "bottom_right"]),
-            default="top_left",
-            show_default=True,
-            help="Corner that the causal mask is lined up with; torch's is top_left.",
+            help="Corner that --causal is lined up with [default: top_left, as in torch].",
         ),
     ]
 
@@ -95,7 +94,12 @@ def _problem(words: dict[str, Any]) -> Problem | None:
         return None
     if words["seq"] is None or words["head_dim"] is None:
         raise click.UsageError("A shape needs both --seq and --head-dim.")
-    return make_problem(words.pop("seq"), words.pop("head_dim"), **words)
+    align = words.pop("causal_align")
+    if align is not None and not words["causal"]:
+        raise click.UsageError("--causal-align says nothing without --causal.")
+    return make_problem(
+        words.pop("seq"), words.pop("head_dim"), causal_align=align or "top_left", **words
+    )
 
 
 def _stack(command: Command, options: list[Callable[[Command], Command]]) -> Command:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fagen import target as targets
-from fagen.errors import NoDevice
+from fagen.errors import BadSetting, NoDevice
 from fagen.target import Target
 
 OFFLINE = "h200"
@@ -16,6 +16,8 @@ def target_of(device: str | None, name: str | None) -> Target:
 
 def place_of(device: str | None, name: str | None) -> tuple[Target, bool]:
     """The Target, and whether it is this machine's GPU, so that kernels can be timed."""
+    if name is not None and device is not None:
+        raise BadSetting("--target works offline, --device does not.", "Name one of them.")
     if name is not None:
         return targets.preset(name), False
     try:

@@ -30,7 +30,9 @@ SILENCE_S = 5.0  # and a sign of life when nothing was said for this long
 
 
 class Shower(Protocol):
-    """Draws progress somewhere."""
+    """Draws progress somewhere. best: what the best time so far is called."""
+
+    best: str
 
     def line(self, text: str) -> None: ...
 
@@ -58,6 +60,7 @@ class Watcher:
     def __call__(self, event: Event) -> None:
         if isinstance(event, Started):
             self.started = event
+            self._shower.best = "best" if event.timed else "best predicted"
         if isinstance(event, TrialDone):
             outcome = event.outcome
             if outcome.status not in (Status.OK, Status.PREDICTED):
@@ -90,18 +93,20 @@ def told(event: Event) -> str:
     return ""
 
 
-def trial_text(event: TrialDone, since_s: float = 0.0) -> str:
+def trial_text(event: TrialDone, best: str, since_s: float = 0.0) -> str:
     """Where a run stands, `since_s` after its last trial."""
     left = max(0.0, event.seconds_left - since_s)
-    return f"{event.done}/{event.total} tried, best {best_text(event)}, {left:.0f} s left"
+    return f"{event.done}/{event.total} tried, {best_text(event, best)}, {left:.0f} s left"
 
 
-def best_text(event: TrialDone) -> str:
-    return "none yet" if event.best_us is None else f"{cell(event.best_us)} us"
+def best_text(event: TrialDone, best: str) -> str:
+    return "none good yet" if event.best_us is None else f"{best} {cell(event.best_us)} us"
 
 
 class Quiet:
     """--quiet: the result alone."""
+
+    best = "best"
 
     def line(self, text: str) -> None: ...
 
@@ -114,6 +119,7 @@ class PlainLines:
     """For files and pipes: a line every few seconds, also while one candidate takes long."""
 
     def __init__(self) -> None:
+        self.best = "best"
         self._last = time.monotonic()
         self._told = "Starting."
         self._trial: tuple[TrialDone, float] | None = None
@@ -127,7 +133,7 @@ class PlainLines:
 
     def trial(self, event: TrialDone) -> None:
         if time.monotonic() - self._last >= LINE_EVERY_S or event.done == event.total:
-            self.line(trial_text(event))
+            self.line(trial_text(event, self.best))
         self._trial = event, time.monotonic()
 
     def close(self) -> None:
@@ -144,16 +150,17 @@ class PlainLines:
         if self._trial is None:
             return f"Still: {self._told}"
         event, at = self._trial
-        return trial_text(event, time.monotonic() - at)
+        return trial_text(event, self.best, time.monotonic() - at)
 
 
 class Bar:
     """For terminals: one bar that stays in its place, lines above it."""
 
     def __init__(self) -> None:
+        self.best = "best"
         self._progress = _bar()
         self._progress.start()
-        self._task = self._progress.add_task("", total=None, best="none yet", left="")
+        self._task = self._progress.add_task("", total=None, best="none tried yet", left="")
 
     def line(self, text: str) -> None:
         self._progress.console.print(text, markup=False, highlight=False)
@@ -163,7 +170,7 @@ class Bar:
             self._task,
             completed=event.done,
             total=event.total,
-            best=best_text(event),
+            best=best_text(event, self.best),
             left=f"{event.seconds_left:.0f} s left",
         )
 
@@ -178,7 +185,7 @@ def _bar() -> Progress:
     return Progress(
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("best {task.fields[best]}"),
+        TextColumn("{task.fields[best]}"),
         TextColumn("{task.fields[left]}"),
         console=Console(stderr=True),
         transient=True,

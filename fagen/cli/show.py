@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import click
 
-from fagen.cli.options import db_option, json_option, place_options, shape_options
+from fagen.cli.options import ID, db_option, json_option, place_options, shape_options
 from fagen.cli.output import emit, emit_json
 from fagen.problem import Problem
 
 
 @click.command("show")
-@click.argument("trial", type=int, required=False)
+@click.argument("trial", type=ID, required=False)
 @shape_options(required=False)
 @place_options
 @click.option("--config", metavar="JSON", help="A config instead of the one that would be chosen.")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import click
 
 from fagen.cli.options import db_option, json_option, place_options, shape_options
 from fagen.cli.output import emit, emit_json, emit_table, note
+from fagen.errors import Interrupted
 from fagen.problem import Problem
 
 if TYPE_CHECKING:
@@ -60,17 +62,27 @@ def command(
     with _watcher(quiet) as watcher:
         from fagen.tune.tuner import TRIALS, tune  # slow to import: the first line is out by now
 
-        result = tune(
-            problem,
-            target=None if has_gpu else where,
-            device=device,
-            trials=TRIALS if trials is None else trials,
-            timeout=timeout,
-            seed=seed,
-            db=db,
-            on_event=watcher,
-        )
-    _show(result, watcher, db, as_json)
+        stopped: Interrupted | None = None
+        try:
+            result = tune(
+                problem,
+                target=None if has_gpu else where,
+                device=device,
+                trials=TRIALS if trials is None else trials,
+                timeout=timeout,
+                seed=seed,
+                db=db,
+                on_event=watcher,
+            )
+        except Interrupted as stop:
+            stopped, result = stop, cast("TuneResult", stop.result)
+    if stopped is None:
+        _show(result, watcher, db, as_json)
+        return
+    if result is not None and not as_json:  # with --json an error leaves stdout empty
+        with contextlib.suppress(OSError):  # Ctrl-C ended the reader of a pipe too
+            _show(result, watcher, db, as_json)
+    raise stopped
 
 
 def _watcher(quiet: bool) -> Watcher:

@@ -56,6 +56,7 @@ def compile_entry(program: Program, entry: Entry, target: Target) -> Any:
     from triton.backends.compiler import GPUTarget
 
     function = getattr(load_module(program), entry.function)
+    _give_triton_a_folder()
     try:
         return triton.compile(
             _source(function, entry),
@@ -64,6 +65,14 @@ def compile_entry(program: Program, entry: Entry, target: Target) -> Any:
         )
     except Exception as error:  # the compiler raises many kinds: each costs this candidate alone
         raise BuildFailed(_reason(error, entry), _status(error)) from error
+
+
+def _give_triton_a_folder() -> None:
+    # Triton writes below the home directory, and fails where that is missing or read-only.
+    from triton import knobs
+
+    if "TRITON_CACHE_DIR" not in os.environ and not settings.can_be_written(Path(knobs.cache.dir)):
+        knobs.cache.dir = str(settings.kernel_dir().parent / "triton")
 
 
 def _source(function: Any, entry: Entry) -> Any:

@@ -30,6 +30,13 @@ _SPARE = 16  # rows asked for beyond the wanted ones: the first may be of anothe
 
 log = logging.getLogger(__name__)
 
+_ended = 0
+
+
+def runs_ended() -> int:
+    """How many runs this process has ended: what was read before is old when it has grown."""
+    return _ended
+
 
 class Records:
     """Every method raises DatabaseError where the database can't do it.
@@ -74,6 +81,12 @@ class Records:
                 store = Store(where, "read")
             except tuning_db.DatabaseMissing:
                 return f"{where} does not exist yet; fagen tune makes it."
+            found = store.damage()
+            if found:
+                raise DatabaseError(
+                    f"{store.place} is damaged: {found[0].replace(chr(10), ' ')}.",
+                    "Move it aside, or restore a copy.",
+                )
             counts = store.status_counts()
             trials = sum(sum(by_status.values()) for by_status in counts.values())
             return f"{store.place}: {len(store.runs())} runs, {trials} trials."
@@ -123,9 +136,11 @@ class Records:
 
     def finish_run(self, run_id: int, *, interrupted: bool = False) -> None:
         """An interrupted run is partial; its trials count all the same."""
+        global _ended
         state: tuning_db.State = "interrupted" if interrupted else "finished"
         with _database_errors():
             self._store.end_run(run_id, state, partial=interrupted, ended=datetime.now(UTC))
+        _ended += 1
 
     def save_verdict(
         self, program_key: str, device_key: str, toolchain_key: str, verdict: Verdict

@@ -154,7 +154,7 @@ def _verdict_lines(winner: Outcome | None) -> list[str]:
     if winner.verdict is None:
         return ["The winner has no verdict yet; fagen.get verifies it at its first use."]
     worst = winner.verdict.worst
-    shown = (
-        "" if worst is None else f": worst {worst.name} {worst.error:.3g} of {worst.budget:.3g}"
-    )
+    shown = ""
+    if worst is not None:
+        shown = f", worst {worst.name}: error {worst.error:.3g} of {worst.budget:.3g} allowed"
     return [f"Verified on {winner.verdict.where}, {len(winner.verdict.checks)} checks{shown}."]

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fagen import settings
+from fagen.errors import DatabaseError
 from fagen.generate.families import config_from_dict
 from fagen.records import Records
 
@@ -29,7 +30,13 @@ def checked(db: str | None) -> str:
     """Migrate what is older, and say what is there. Makes no file. Raises DatabaseError."""
     where = db or settings.database_setting() or str(settings.default_database_path())
     if "://" in where or Path(where).exists():
-        Records.open(db, "write", config_from_dict).close()
+        try:
+            Records.open(db, "write", config_from_dict).close()
+        except DatabaseError as error:  # one of this version is sound where it can't be written
+            try:
+                Records.open(db, "read", config_from_dict).close()
+            except DatabaseError:
+                raise error from None
     else:
         Records.open(db, "read", config_from_dict).close()  # raises when it was named
     return Records.describe(db)

@@ -18,6 +18,7 @@ from fagen.config import Config
 from fagen.errors import BadProblem, FagenError, NoKernel, VerificationFailed
 from fagen.generate.program import Program
 from fagen.problem import Problem
+from fagen.records import runs_ended
 from fagen.serve.candidates import Candidate, OnMiss, candidates
 from fagen.serve.database import reading
 from fagen.serve.explain import Explanation, explain
@@ -34,12 +35,13 @@ from fagen.serve.ready import (
 from fagen.target import Target
 
 if TYPE_CHECKING:
-    from fagen.records import Records
+    from fagen.records import Record, Records
 
 log = logging.getLogger(__name__)
 
 _memo: dict[Any, Kernel] = {}
 _warned: set[str] = set()
+_seen_runs = 0
 _lock = threading.RLock()
 
 
@@ -65,6 +67,7 @@ def get(
     where = place.target, str(place.device), place.db or settings.database_setting()
     key = (_kind(problem), where, on_miss)
     with _lock:
+        _forget_after_tuning()
         kernel = _memo.get(key)
         if kernel is None:
             chosen = choose(place, on_miss, problem)
@@ -85,7 +88,7 @@ def why(
     """What `get` would return for the same arguments, field by field. Runs and stores nothing."""
     problem, place = _asked(first, words, device, target, db, on_miss)
     with _open(place.db) as records:
-        rows = records.candidates(problem.class_key) if records is not None else []
+        rows = _rows(problem, records)
         found = candidates(problem, place.target, place.toolchain, rows, on_miss)
         for candidate in found:
             program = fitting(place, problem, candidate)
@@ -98,6 +101,15 @@ def why(
 def _kind(problem: Problem) -> tuple[str, tuple[int, int, int]]:
     # 25 us to compute; fagen.get(q, k, v)(q, k, v) asks for it in every call.
     return problem.class_key, problem.bucket
+
+
+def _forget_after_tuning() -> None:
+    """A run that this process finished may have found something better."""
+    global _seen_runs
+    ended = runs_ended()
+    if ended != _seen_runs:
+        _seen_runs = ended
+        _memo.clear()
 
 
 def forget() -> None:
@@ -121,7 +133,7 @@ def choose(
             except Exception as error:
                 if not is_candidates_fault(error):
                     raise
-                give_up_on(candidate, error, records)
+                give_up_on(place, candidate, program, error, records)
                 refuse_spoilt(place, error)
                 failures.append(str(error))
     if failures:
@@ -153,7 +165,7 @@ def _walk(
     records: Records | None,
 ) -> Iterator[tuple[Candidate, Program]]:
     """Candidates that fit, each source once."""
-    rows = records.candidates(problem.class_key) if records is not None else []
+    rows = _rows(problem, records)
     tried: set[str] = set()
     first = [] if prefer is None else [Candidate("default", prefer)]
     for candidate in (*first, *candidates(problem, place.target, place.toolchain, rows, on_miss)):
@@ -163,6 +175,16 @@ def _walk(
             yield candidate, program
 
 
+def _rows(problem: Problem, records: Records | None) -> list[Record]:
+    if records is None:
+        return []
+    try:
+        return records.candidates(problem.class_key)
+    except FagenError as error:  # damaged further down than the first page, or locked
+        _warn_without(error)
+        return []
+
+
 @contextmanager
 def _open(db: str | None) -> Iterator[Records | None]:
     """The database for reading, or None with one warning: a broken one is a miss, not an end."""
@@ -170,9 +192,13 @@ def _open(db: str | None) -> Iterator[Records | None]:
         try:
             records = stack.enter_context(reading(db))
         except FagenError as error:
-            _warn_once(f"going on without the tuning database: {error}")
+            _warn_without(error)
             records = None
         yield records
+
+
+def _warn_without(error: FagenError) -> None:
+    _warn_once(f"going on without the tuning database: {error}")
 
 
 def _warn_once(line: str) -> None:

@@ -38,13 +38,16 @@ def place_of(device: Any, target: str | Target | None, db: str | None) -> Place:
 
     Raises NoDevice, NoTriton, UnknownTarget.
     """
-    named = targets.preset(target) if isinstance(target, str) else target
+    named = target if isinstance(target, Target) or target is None else targets.preset(target)
     toolchain = targets.toolchain()
     if named is not None and device is None:
         return Place(named, toolchain, None, db)
     import torch
 
-    where = torch.device("cuda" if device is None else _cuda_name(device))
+    try:
+        where = torch.device("cuda" if device is None else _cuda_name(device))
+    except (RuntimeError, TypeError):
+        raise NoDevice(f"{device!r} is no device.", "Say device=0, or 'cuda:1'.") from None
     if where.type == "cpu":
         return Place(named or targets.preset(INTERPRETER_TARGET), toolchain, where, db)
     if where.type != "cuda":

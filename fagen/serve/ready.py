@@ -6,13 +6,20 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from fagen.errors import BadConfig, FagenError, NotDuringCapture, VerificationFailed
+from fagen.errors import (
+    BadConfig,
+    DatabaseError,
+    FagenError,
+    NoDevice,
+    NotDuringCapture,
+    VerificationFailed,
+)
 from fagen.generate.build import BuildFailed
 from fagen.generate.families import family_of
 from fagen.generate.program import Program, Sizes
 from fagen.generate.render import render
 from fagen.generate.space import why_invalid
-from fagen.outcome import Status, Verdict
+from fagen.outcome import Check, Status, Verdict
 from fagen.problem import Problem
 from fagen.run import kernel as run_kernel
 from fagen.serve.candidates import Candidate
@@ -46,6 +53,7 @@ def make_ready(
     if place.device is None:
         return Chosen(candidate.origin, program, candidate.record, verdict)
     _refuse_capture(place)
+    _refuse_broken(place)
     runner = run_kernel.load(program, place.target, place.device)
     launch = runner.launch
     if verdict is not None:
@@ -67,7 +75,11 @@ def known_verdict(
             return record.verdict
     if records is None:
         return None
-    return records.verdict(program.key, place.device_key, place.toolchain.key)
+    try:
+        return records.verdict(program.key, place.device_key, place.toolchain.key)
+    except DatabaseError as error:
+        log.info("no verdict read: %s", error)
+        return None
 
 
 def is_candidates_fault(error: Exception) -> bool:
@@ -79,23 +91,36 @@ def is_candidates_fault(error: Exception) -> bool:
     return isinstance(error, RuntimeError) or type(error).__module__.startswith("triton.")
 
 
-def give_up_on(candidate: Candidate, error: Exception, records: Records | None) -> None:
-    """Say so, and keep a stored row from being offered again."""
+def give_up_on(
+    place: Place,
+    candidate: Candidate,
+    program: Program,
+    error: Exception,
+    records: Records | None,
+) -> None:
+    """Say so. What was wrong or broke the device is not tried again by this device and toolchain.
+
+    A row of another device, toolchain or source stays: this says nothing of it. So does one that
+    could not be loaded for a reason of this machine, such as a missing C compiler.
+    """
     log.warning("%s (%s) is left out: %s", candidate.config, candidate.origin, error)
+    if records is None or not (_is_lasting(error) or _is_broken(place)):
+        return
+    keys = program.key, place.device_key, place.toolchain.key
+    if not isinstance(error, VerificationFailed):  # the gate has stored its own verdict
+        why = Check("usable", float("inf"), 0.0, str(error)[:600])
+        failed = Verdict((why,), str(place.device))
+        _store(lambda: records.save_verdict(*keys, failed))
     record = candidate.record
-    if record is not None and not record.shipped and records is not None:
+    if record is None or record.shipped:
+        return
+    if (record.program_key, record.device_key, record.toolchain_key) == keys:
         _store(lambda: records.quarantine(record.trial_id, str(error)))
 
 
 def refuse_spoilt(place: Place, error: Exception) -> None:
     """After an illegal access no later CUDA call of this process works: blame nobody else."""
-    if place.device is None or place.device.type != "cuda":
-        return
-    import torch
-
-    try:
-        torch.cuda.synchronize(place.device)
-    except RuntimeError:
+    if _is_broken(place):
         raise VerificationFailed(
             f"A kernel broke this process's CUDA context: {error}",
             "Start Python again; that kernel is left out from now on.",
@@ -127,6 +152,35 @@ def _store(write: Callable[[], None]) -> None:
         write()
     except FagenError as error:
         log.info("not stored: %s", error)
+
+
+def _is_lasting(error: Exception) -> bool:
+    # A build that failed for want of a file or of room may work the next time.
+    if isinstance(error, BuildFailed):
+        return not isinstance(error.__cause__, OSError)
+    return isinstance(error, VerificationFailed)
+
+
+def _is_broken(place: Place) -> bool:
+    """Whether every CUDA call of this process fails by now."""
+    if place.device is None or place.device.type != "cuda":
+        return False
+    import torch
+
+    try:
+        torch.cuda.synchronize(place.device)
+    except RuntimeError:
+        return True
+    return False
+
+
+def _refuse_broken(place: Place) -> None:
+    # Before anything of ours runs: what another library broke is no kernel's fault.
+    if _is_broken(place):
+        raise NoDevice(
+            f"CUDA calls on {place.device} fail already, after an earlier error of this process.",
+            "Start Python again.",
+        )
 
 
 def _refuse_capture(place: Place) -> None:

@@ -52,10 +52,8 @@ def device_lock(name: str, wait_s: float, on_event: OnEvent) -> Iterator[None]:
 
 
 def lock_path(name: str) -> Path:
-    """In the user's cache; the file stays, only its lock matters."""
-    folder = settings.kernel_dir().parent / "locks"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    return folder / (re.sub(r"[^A-Za-z0-9-]+", "_", name) + ".lock")
+    """In the user's own folder; the file stays, only its lock matters."""
+    return settings.lock_dir() / (re.sub(r"[^A-Za-z0-9-]+", "_", name) + ".lock")
 
 
 def report_other_load(uuid: str, on_event: OnEvent) -> None:

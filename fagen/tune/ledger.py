@@ -16,6 +16,7 @@ from fagen.tune.finale import Finale
 
 EXACTNESS = "fp64 truth, 2x baseline + 1e-5"
 STRATEGY = "seeds, coverage, tpe, polish"
+INTERPRETER = "interpreter"  # where the gate says that it ran a kernel without a device
 OTHER_DEVICE = 100.0  # further away than any size of the same device
 
 
@@ -55,9 +56,9 @@ class Ledger:
         return best.config if best is not None and best.chosen else None
 
     def neighbours(self) -> list[Config]:
-        """Winners of other sizes and devices, nearest first."""
+        """Winners of other sizes, devices and toolchains, nearest first."""
         known = self._records.candidates(self._problem.class_key)
-        timed = [r for r in known if r.status == Status.OK and r.problem != self._problem]
+        timed = [r for r in known if r.status == Status.OK and not self._is_own(r)]
         ranked = sorted(timed, key=lambda r: (self._distance(r), r.median_us or 0.0, r.config.key))
         return list(dict.fromkeys(record.config for record in ranked))
 
@@ -75,13 +76,19 @@ class Ledger:
         return self._run
 
     def save(self, outcome: Outcome) -> int:
-        """A new trial's id."""
+        """A new trial's id. What the device got wrong is known to `fagen.get` too."""
+        verdict = outcome.verdict if outcome.status == Status.WRONG_RESULT else None
+        # The interpreter ran a twin, and not on the target.
+        if verdict is not None and verdict.where != INTERPRETER:
+            keys = outcome.program_key, self._target.device_key, self._toolchain.key
+            self._records.save_verdict(*keys, verdict)
         return self._records.save(self._run, outcome)
 
     def reject(self, outcome: Outcome) -> None:
         """A finalist that failed its last check: a row that says so, and no older one wins."""
         for record in self._records.trials(problem=self._problem, status=Status.OK):
-            if record.program_key == outcome.program_key and not record.quarantined:
+            same = self._is_own(record) and record.program_key == outcome.program_key
+            if same and not record.quarantined:
                 self._records.quarantine(record.trial_id, outcome.reason)
         self.save(outcome)
 
@@ -97,6 +104,11 @@ class Ledger:
                 self._run, programs, peers=peers, missing=finale.missing, chosen=chosen
             )
         self._records.finish_run(self._run, interrupted=interrupted)
+
+    def _is_own(self, record: Record) -> bool:
+        keys = self._target.device_key, self._toolchain.key
+        same_place = (record.device_key, record.toolchain_key) == keys
+        return same_place and record.problem == self._problem
 
     def _distance(self, record: Record) -> float:
         sizes = zip(record.problem.bucket, self._problem.bucket, strict=True)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from fagen import target as targets
-from fagen.errors import NoDevice
+from fagen.errors import BadSetting, NoDevice
 from fagen.target import Target
 from fagen.tune.device import device_lock, report_other_load
 from fagen.tune.events import OnEvent
@@ -37,8 +37,12 @@ class Place:
 def place_of(target: Target | str | None, device: int | str | None) -> Place:
     """A named target is offline; else the GPU asked for, or the current one, or offline.
 
-    Raises NoDevice when a device was asked for that is not there.
+    Raises NoDevice when a device was asked for that is not there, BadSetting for both.
     """
+    if target is not None and device is not None:
+        raise BadSetting(
+            "A named target is offline, a device is not.", "Name either a target or a device."
+        )
     if target is not None:
         return Place(targets.preset(target) if isinstance(target, str) else target, None)
     try:

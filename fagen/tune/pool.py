@@ -6,7 +6,7 @@ import os
 import queue
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from fagen.errors import WorkerDied
+from fagen.errors import CacheError, WorkerDied
 from fagen.generate.program import Program
 from fagen.outcome import Status
 from fagen.target import Target
@@ -16,6 +16,8 @@ from fagen.tune.jobs import BuildJob, BuildReply
 MOST_BUILDERS = 16
 # A candidate compiles in 1.5-5 s on one core; 12 times that leaves room for a loaded machine.
 BUILD_LIMIT_S = 60.0
+# Of this machine, not of a candidate: as a row it would never be tried again.
+STORAGE = ("CacheError", "OSError", "PermissionError", "FileNotFoundError")
 
 
 def builder_count() -> int:
@@ -25,7 +27,8 @@ def builder_count() -> int:
 
 
 class BuildPool:
-    """`submit` never raises for a candidate: a crash or a hang of the compiler costs one row."""
+    """A crash or a hang of the compiler costs one row. Only a folder that can't be written raises
+    CacheError, as the result."""
 
     def __init__(self, target: Target, size: int, limit_s: float = BUILD_LIMIT_S) -> None:
         self.size = size
@@ -55,6 +58,11 @@ class BuildPool:
             status = Status.TIMED_OUT if died.timed_out else Status.BUILD_ERROR
             return BuildReply(None, status, died.message)
         except JobFailed as failed:
+            if failed.raised.kind in STORAGE:
+                raise CacheError(
+                    f"A kernel could not be written: {failed.raised.message}",
+                    "Look at FAGEN_CACHE and at the disk, then run the same again.",
+                ) from None
             return BuildReply(None, Status.BUILD_ERROR, str(failed))
         finally:
             self._idle.put(child)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from fagen import settings
 from fagen.config import Config
-from fagen.errors import Interrupted, NoValidConfig, TerminatedRun
+from fagen.errors import BadProblem, BadSetting, Interrupted, NoValidConfig, TerminatedRun
 from fagen.generate.families import config_from_dict
 from fagen.generate.render import render
 from fagen.generate.space import SearchSpace
@@ -29,9 +31,11 @@ from fagen.tune.seeding import starting_points
 from fagen.tune.signals import Terminated, shielded, terminable
 from fagen.tune.staff import policy_of, staff
 
-TRIALS = 64
+TRIALS = 128  # 64 took 38 s on one H200, bf16 D128 N8192
 TIMEOUT_S = 150.0  # with at most two builds or checks past it, a cold run ends within 180 s
 OFFLINE_TIMEOUT_S = 75.0
+MOST_SECONDS = 10**7  # a third of a year
+MOST_SEED = 2**32 - 1  # the sampler's
 
 
 def tune(
@@ -56,9 +60,15 @@ def tune(
     Raises NoValidConfig, Interrupted (what was measured is stored), DeviceBusy, NoTriton.
     """
     started = time.monotonic()
-    asked = problem if problem is not None else make_problem(**shape)
+    asked = _problem(problem, shape)
+    trials, seed = _whole("trials", trials, 0), _whole("seed", seed, 0, MOST_SEED)
+    if timeout is not None and not (
+        isinstance(timeout, int | float) and 0 <= timeout <= MOST_SECONDS
+    ):
+        raise BadSetting(f"timeout must be 0 to {MOST_SECONDS} seconds, got {timeout!r}.")
     compiler = toolchain()
     place = place_of(target, device)
+    settings.kernel_dir()  # a folder that can't be written is no candidate's fault
     timed = place.device is not None
     seconds = timeout if timeout is not None else TIMEOUT_S if timed else OFFLINE_TIMEOUT_S
     renders = partial(render, triton_minor=compiler.triton_minor)
@@ -84,6 +94,30 @@ def tune(
                 started=started,
             )
         )
+
+
+def _problem(given: Problem | None, shape: dict[str, Any]) -> Problem:
+    if given is None:
+        return make_problem(**shape)
+    if not isinstance(given, Problem):
+        raise BadProblem(
+            f"The problem must be a fagen.Problem, got {type(given).__name__}.",
+            "Say fagen.tune(seq=8192, head_dim=128).",
+        )
+    if shape:
+        raise BadProblem(f"A Problem is whole; {', '.join(shape)} can't be added.")
+    return given
+
+
+def _whole(name: str, value: Any, least: int, most: int | None = None) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise BadSetting(f"{name} must be a whole number, got {value!r}.") from None
+    if number < least or (most is not None and number > most):
+        span = f"at least {least}" if most is None else f"{least} to {most}"
+        raise BadSetting(f"{name} must be {span}, got {number}.")
+    return number
 
 
 @dataclass
@@ -121,10 +155,14 @@ def run(plan: Plan) -> TuneResult:
                 plan.close()
                 plan.ledger.finish(this.finale, interrupted=True)
             raise
-    plan.close()
-    result = _closed(this)
+        with shielded():
+            plan.close()
+            result = _closed(this)
     if result.winner is None:
-        raise NoValidConfig(_why_none(this), "Each one's reason: fagen db trials.")
+        step = (
+            "Each one's reason: fagen db trials." if result.tried else "Give more time or trials."
+        )
+        raise NoValidConfig(_why_none(this), step)
     return result
 
 
@@ -135,10 +173,13 @@ def _opened(plan: Plan) -> _Run:
         cuts = "; ".join(f"{family}: {why} ({n})" for (family, why), n in space.cuts.items())
         raise NoValidConfig(f"No config is valid for {plan.problem}: {cuts}.")
     valid = set(space.configs)
-    known = plan.ledger.history(plan.policy_name)
-    counted = [o for o in known if o.status != Status.PREDICTED or not plan.timed]
-    done = [outcome for outcome in counted if outcome.config in valid]
-    seeds = starting_points(space, plan.predict, known, plan.ledger.neighbours())
+    known = [o for o in plan.ledger.history(plan.policy_name) if o.config in valid]
+    current = [o for o in known if _is_current(plan, o)]
+    done = [o for o in current if o.status != Status.PREDICTED or not plan.timed]
+    changed = [o for o in known if o not in current and o.median_us is not None]
+    changed.sort(key=lambda o: (o.median_us or 0.0, o.config.key))
+    near = [*(o.config for o in changed), *plan.ledger.neighbours()]
+    seeds = starting_points(space, plan.predict, known, near)
     values = [(o.config, value_of(o, timed=plan.timed)) for o in done]
     search = Search(space, plan.seed, values, trials=plan.trials, seeds=seeds, prior=plan.predict)
     incumbent = plan.ledger.incumbent()
@@ -148,6 +189,14 @@ def _opened(plan: Plan) -> _Run:
     )
     run_id = plan.ledger.begin(plan)
     return _Run(plan, space, (space.seeds or space.configs)[0], search, run_id, incumbent, done)
+
+
+def _is_current(plan: Plan, outcome: Outcome) -> bool:
+    """Whether the config still has the source that this outcome is about."""
+    try:
+        return plan.render(plan.problem, outcome.config).key == outcome.program_key
+    except Exception:  # it did not render then, and does not now
+        return not outcome.program_key
 
 
 def _try_candidates(this: _Run) -> None:

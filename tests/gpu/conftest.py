@@ -1,4 +1,5 @@
-"""tests/gpu needs a GPU. Without one it says loudly that nothing ran, or fails when told to."""
+"""tests/gpu needs a GPU. Without one it is skipped, as tests/conftest.py says loudly, or fails
+when told to."""
 
 from __future__ import annotations
 
@@ -9,8 +10,6 @@ import pytest
 
 from fagen.errors import NoDevice
 from fagen.target import detect
-
-_skipped: list[str] = []
 
 
 @lru_cache(maxsize=1)
@@ -30,14 +29,4 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         return
     if os.environ.get("FAGEN_REQUIRE_GPU") == "1":
         pytest.fail(f"FAGEN_REQUIRE_GPU=1, and {reason}", pytrace=False)
-    _skipped.append(item.nodeid)
     pytest.skip(reason)
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if _skipped:
-        terminalreporter.section("NO GPU", sep="!", red=True, bold=True)
-        terminalreporter.line(
-            f"{len(_skipped)} tests of tests/gpu did NOT run: {why_no_gpu()}", red=True
-        )
-        terminalreporter.line("On a machine with a GPU: make test-gpu", red=True)

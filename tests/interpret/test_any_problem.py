@@ -64,6 +64,7 @@ def _nearest_valid(problem: Problem, name: str, knobs: Any) -> Config | None:
     return None
 
 
+# N03, N04, N05
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_any_legal_problem_is_exact(name: str):
     @settings(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any, cast
 
 from fagen.config import Config
@@ -28,10 +29,22 @@ def family_named(name: str) -> Family:
 def config_from_dict(plain: dict[str, Any]) -> Config:
     """The inverse of `Config.to_dict`. A knob that is missing gets its default.
 
-    Raises BadConfig for a family or knob that this version does not know.
+    Raises BadConfig for a family, knob or value that this version does not know.
     """
     family = family_named(str(plain.get("family")))
-    try:
-        return Config(family.NAME, family.Knobs(**plain.get("knobs", {})))
-    except TypeError as error:
-        raise BadConfig(f"Config of {family.NAME} not understood: {error}.") from error
+    choices = {f.name: f.metadata["choices"] for f in fields(family.Knobs)}
+    knobs: dict[str, Any] = {}
+    for name, value in dict(plain.get("knobs", {})).items():
+        if name not in choices:
+            raise BadConfig(
+                f"{family.NAME} has no knob {name!r}.", f"It has {', '.join(choices)}."
+            )
+        # The declared value, not its equal: 8 and 8.0 would have different keys.
+        found = [choice for choice in choices[name] if choice == value]
+        if not found:
+            raise BadConfig(
+                f"{family.NAME}: {name} can't be {value!r}.",
+                f"Use one of {', '.join(map(repr, choices[name]))}.",
+            )
+        knobs[name] = found[0]
+    return Config(family.NAME, family.Knobs(**knobs))
