@@ -44,6 +44,7 @@ CASES: list[tuple[Problem, Config]] = [
     (_CAUSAL, _flash(loads="tma", loop="rotate_p", mask="longest_first", order="heads_first")),
     (_CAUSAL, _flash(loop="rotate_s", mask="every_tile", order="head_groups")),
     (_CAUSAL, _flash(loop="rotate_p", mask="every_tile")),
+    (_CAUSAL, _flash(block_m=64, block_n=128, num_warps=4, num_stages=1, max_registers=168)),
     (_ODD, _flash(block_m=64, num_warps=4, rescale_tau=8.0, rescale_skip="branch")),
     (_VALUES_PADDED, _flash(block_m=64, block_n=32, num_stages=2)),
     (_FULL, _kv_outer()),

@@ -179,8 +179,10 @@ MUTATIONS: dict[str, list[Mutation]] = {
         Mutation(
             "state of another head",
             OUTER,
-            r"state = head.to\(tl.int64\) \* seq_q",
-            "state = head_kv.to(tl.int64) * 0",
+            # Of one array, and read only: with one state for all, heads that run one after the
+            # other, as in the interpreter, would each find their own.
+            r"tl.load\(L \+ state \+ rows, mask=live & \(n > 0\)",
+            "tl.load(L + rows, mask=live & (n > 0)",
         ),
         Mutation(
             "first query tile skipped", OUTER, r"start = first_m", "start = first_m + BLOCK_M"
