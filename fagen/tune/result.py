@@ -54,6 +54,15 @@ class TuneResult:
     missing: dict[str, str] = field(default_factory=dict)
     note: str = ""
 
+    def __repr__(self) -> str:
+        """One line; the fields hold the rest."""
+        found = "no winner"
+        if self.winner is not None and self.winner_us is not None:
+            found = f"{self.winner.config}, {self.winner_us:.4g} us"
+            found += "" if self.timed else " predicted"
+        tried = f"{self.tried} of {self.space} configs tried, {self.state}"
+        return f"<TuneResult {self.problem} on {self.target}: {found}; {tried}>"
+
     @property
     def partial(self) -> bool:
         return self.state == "interrupted"
