@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +36,16 @@ DEVICE = torch.device("cuda:0")
 def main() -> None:
     asked = _options()
     words = {"seq": asked.seq, "head_dim": asked.head_dim, "causal": asked.causal}
-    kernels = {db: fagen.get(**words, db=db) for db in asked.databases}
+    # By file name: where a database lay is nobody's business.
+    kernels = {Path(db).name: fagen.get(**words, db=db) for db in asked.databases}
     problem = next(iter(kernels.values())).problem
     rows = {db: _row(kernel, problem) for db, kernel in kernels.items()}
     timings = _raced(kernels, problem)
     medians = [timing.median_us for timing in timings.values()]
     found = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": "python benchmarks/served.py " + " ".join(asked.words),
-        "commit": commit(ROOT, None, None),
+        "commit": commit(ROOT, asked.commit, asked.clean),
         "device": detect().name,
         "versions": {"torch": torch.__version__, "triton": toolchain().triton},
         "problem": problem.to_dict(),
@@ -63,6 +66,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--head-dim", type=int, required=True)
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--commit", help="where git can't tell: the commit of this checkout")
+    parser.add_argument("--clean", type=lambda said: said == "yes", help="yes or no")
     asked = parser.parse_args()
     asked.words = [f"--seq {asked.seq} --head-dim {asked.head_dim}"]
     asked.words += ["--causal"] if asked.causal else []
