@@ -212,6 +212,7 @@ def as_a_user(code: str, home: Path, *words: str) -> subprocess.CompletedProcess
     done = subprocess.run(
         [sys.executable, "-c", AS_A_USER + code, *words],
         env={**os.environ, "HOME": str(home)},
+        cwd=home.parent,  # what Triton takes "~" for where there is no home
         capture_output=True,
         text=True,
         check=False,
