@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Literal
 
 import torch
-
-from fagen.judge.measure import sm_clock_mhz
 
 LaunchSet = Callable[[int], None]
 Replay = Callable[[], float]
@@ -41,7 +40,7 @@ class CudaClock:
             return replay
 
     def clock_mhz(self) -> int | None:
-        return sm_clock_mhz(self.index)
+        return _sm_clock_mhz(self.index)
 
     def _captured(self, launch: LaunchSet, which: range, sets: int) -> torch.cuda.CUDAGraph:
         # Once outside of the graph: lazy loading and workspaces are not allowed inside.
@@ -89,3 +88,13 @@ def _events(count: int) -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
         return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
     return [(event(), event()) for _ in range(count)]
+
+
+def _sm_clock_mhz(index: int) -> int | None:
+    """The SM clock by NVML, or None without pynvml or the right to ask."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the old pynvml package warns at its import
+        try:
+            return int(torch.cuda.clock_rate(index))
+        except Exception:  # NVML's own error type can't be named without pynvml
+            return None

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -179,18 +178,6 @@ class WallClock:
 
     def clock_mhz(self) -> int | None:
         return None
-
-
-def sm_clock_mhz(index: int) -> int | None:
-    """The SM clock by NVML, or None without pynvml or the right to ask."""
-    import torch
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the old pynvml package warns at its import
-        try:
-            return int(torch.cuda.clock_rate(index))
-        except Exception:  # NVML's own error type can't be named without pynvml
-            return None
 
 
 def _sized_batch(
