@@ -9,6 +9,10 @@ from typing import Any
 
 from fagen.config import Config
 
+# What a verdict was given by, and is worth only under. Raise the number whenever a check, a budget
+# or a case of `judge/` becomes stricter, so that what passed before is verified again.
+GATE = "1: fp64 truth, 2x baseline + 1e-5"
+
 
 class Status(StrEnum):
     """Stored as text. `ok`: verified and timed; `predicted`: never timed, so only ever a seed."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from fagen.generate.families import config_from_dict
 from fagen.generate.render import render
-from fagen.outcome import Built, Check, KernelFacts, Outcome, Status, Timing, Verdict
+from fagen.outcome import GATE, Built, Check, KernelFacts, Outcome, Status, Timing, Verdict
 from fagen.problem import make_problem
 from fagen.records import Plan, Records
 from fagen.serve.candidates import defaults
@@ -61,7 +61,7 @@ def _write(
         timing=Timing((us,), "test") if status is Status.OK else None,
     )
     run_id = records.begin_run(
-        problem, target, toolchain(), Plan("test", "test", "test", 0, None, None)
+        problem, target, toolchain(), Plan("test", GATE, "test", 0, None, None)
     )
     trial_id = records.save(run_id, outcome)
     records.finish_run(run_id)

@@ -15,7 +15,7 @@ from typing import Any
 
 from fagen.config import Config
 from fagen.errors import BadConfig
-from fagen.outcome import Built, Check, KernelFacts, Outcome, Status, Timing, Verdict
+from fagen.outcome import GATE, Built, Check, KernelFacts, Outcome, Status, Timing, Verdict
 from fagen.records import Plan
 from fagen.target import Toolchain
 from tuning_db import FinalRow, RunRow, TrialRow, VerdictRow, schema
@@ -24,7 +24,8 @@ from tuning_db.owner import this_process
 V1 = Path(__file__).parent / "assets" / "db" / "v1.db"
 NOW = datetime(2026, 3, 1, 12, 0, 0, 123456, tzinfo=UTC)
 TOOLCHAIN = Toolchain("3.7.1", "12.9.86", "2.13.0", "580.82")
-PLAN = Plan("graph-cold", "fp64-v1", "tpe", seed=7, trials=64, timeout_s=180.0)
+OLD_GATE = "fp64-v1"
+PLAN = Plan("graph-cold", GATE, "tpe", seed=7, trials=64, timeout_s=180.0)
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def run_row(key: str = "p", **more: Any) -> RunRow:
         toolchain={"triton": "3.7.1"},
         toolchain_key="tool",
         measure_policy="graph-cold",
-        exactness_policy="fp64-v1",
+        exactness_policy=OLD_GATE,
         strategy="tpe",
         seed=0,
         trials_budget=64,
@@ -119,9 +120,11 @@ def final_row(run_id: int, name: str, us: float | None, **more: Any) -> FinalRow
     return replace(row, **more)
 
 
-def verdict_row(passed: bool = True, program: str = "prog") -> VerdictRow:
+def verdict_row(
+    passed: bool = True, program: str = "prog", exactness: str = OLD_GATE
+) -> VerdictRow:
     checks = [{"name": "o", "error": 1e-3, "budget": 2e-3}]
-    return VerdictRow(program, "dev", "tool", passed, checks, "gpu", NOW)
+    return VerdictRow(program, "dev", "tool", exactness, passed, checks, "gpu", NOW)
 
 
 def later(seconds: float) -> datetime:

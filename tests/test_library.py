@@ -31,7 +31,7 @@ from fagen.errors import (
 from fagen.generate.families import config_from_dict
 from fagen.generate.program import Program
 from fagen.generate.render import render
-from fagen.outcome import Check, Outcome, Status, Timing, Verdict
+from fagen.outcome import GATE, Check, Outcome, Status, Timing, Verdict
 from fagen.problem import Problem, make_problem
 from fagen.records import Plan, Records
 from fagen.serve import library
@@ -79,6 +79,7 @@ def stored(
     tools: Toolchain | None = None,
     status: Status = Status.OK,
     source: str | None = None,
+    gate: str = GATE,
 ) -> int:
     """Write one trial into the test's database; returns its id."""
     key = source or render(problem, config, toolchain().triton_minor).key
@@ -94,7 +95,7 @@ def stored(
         predicted_us=us if status is Status.PREDICTED else None,
     )
     with Records.open(None, "write", config_from_dict) as records:
-        plan = Plan("test", "test", "test", 0, None, None)
+        plan = Plan("test", gate, "test", 0, None, None)
         run_id = records.begin_run(problem, target, tools or toolchain(), plan)
         trial_id = records.save(run_id, outcome)
         records.finish_run(run_id)
@@ -218,6 +219,57 @@ def test_a_row_of_another_build_is_served_only_with_a_new_verdict(
     assert fagen.get(**SHAPE, target="h200").verdict is None
     kernel = fagen.get(**SHAPE, device="cpu")
     assert (kernel.origin, kernel.config, len(machine.checked)) == ("tuned", config, 1)
+
+
+# C01
+def test_a_verdict_of_another_gate_is_not_trusted(
+    cuda: Place, machine: FakeMachine, caplog: pytest.LogCaptureFixture
+):
+    problem = make_problem(**SHAPE)
+    config = two_configs(problem)[1]
+    stored(problem, config, gate="0: laxer")
+    program = render(problem, config, toolchain().triton_minor)
+    keys = program.key, cuda.device_key, cuda.toolchain.key
+    passed = Verdict((Check("o_max", 0.1, 0.5),), "NVIDIA H200")
+    with Records.open(None, "read", config_from_dict) as records:
+        records.save_verdict(*keys, passed, exactness="0: laxer")
+    kernel = library.choose(cuda, "nearest", problem)
+    assert (kernel.origin, kernel.program.key, kernel.notes) == (
+        "tuned",
+        program.key,
+        ("verified at first use",),
+    )
+    assert machine.checked == [program.key]
+    said = f"under gate {GATE.partition(':')[0]} yet: verified now"
+    assert sum(said in r.message for r in caplog.records) == 1
+    assert library.choose(cuda, "nearest", problem).notes == ()
+    assert machine.checked == [program.key]
+
+
+# C01
+def test_what_only_a_laxer_gate_let_pass_is_not_served(cuda: Place, machine: FakeMachine):
+    problem = make_problem(**SHAPE)
+    trial = stored(problem, two_configs(problem)[1], gate="0: laxer")
+    machine.wrong.add("slim")
+    assert library.choose(cuda, "nearest", problem).origin == "default"
+    assert quarantined(trial) != ""
+
+
+def test_a_row_of_this_gate_is_served_before_a_faster_one_of_another():
+    problem = make_problem(**SHAPE)
+    slow, fast = two_configs(problem)
+    stored(problem, fast, us=1.0, gate="0: laxer")
+    stored(make_problem(**{**SHAPE, "seq": 200}), slow, us=100.0)
+    assert fagen.get(**SHAPE, target="h200").config == slow
+
+
+def test_why_names_the_gate_of_the_row():
+    problem = make_problem(**SHAPE)
+    stored(problem, two_configs(problem)[1], gate="0: laxer")
+    found = fagen.why(**SHAPE, target="h200")
+    [gate] = [field for field in found.fields if field.name == "gate"]
+    assert (gate.rule, gate.wanted, gate.found, gate.match) == ("verify", GATE, "0: laxer", "miss")
+    assert found.verdict is None
 
 
 def test_the_nearest_tuned_shape_is_next_unless_left_out():

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from fagen.errors import BadProblem, DatabaseError, UnknownTrial
-from fagen.outcome import Check, Outcome, Status, Timing, Verdict
+from fagen.outcome import GATE, Check, Outcome, Status, Timing, Verdict
 from fagen.problem import Problem, make_problem
 from fagen.records import Records, Staleness
 from fagen.target import PRESETS, Toolchain
-from store_rows import PLAN, TOOLCHAIN, V1, copy_of_v1, decode, demo, outcome, sql
+from store_rows import OLD_GATE, PLAN, TOOLCHAIN, V1, copy_of_v1, decode, demo, outcome, sql
 from tuning_db import Store, exchange, schema
 
 if TYPE_CHECKING:
@@ -36,9 +36,13 @@ def records() -> Iterator[Records]:
 
 
 def begin(
-    records: Records, problem: Problem = PROBLEM, target: Any = H200, tools: Toolchain = TOOLCHAIN
+    records: Records,
+    problem: Problem = PROBLEM,
+    target: Any = H200,
+    tools: Toolchain = TOOLCHAIN,
+    gate: str = GATE,
 ) -> int:
-    return records.begin_run(problem, target, tools, PLAN)
+    return records.begin_run(problem, target, tools, replace(PLAN, exactness=gate))
 
 
 def timing(us: float) -> Timing:
@@ -227,6 +231,28 @@ def test_staleness_has_three_states(
     assert record.staleness(target, tools, program) is staleness
 
 
+def test_what_another_gate_judged_is_verified_again_like_another_build(records: Records) -> None:
+    record = records.trial(records.save(begin(records, gate=OLD_GATE), outcome(10.0)))
+    assert record.exactness == OLD_GATE
+    assert record.staleness(H200, TOOLCHAIN, "p64") is Staleness.OTHER_BUILD
+    assert record.staleness(A100, TOOLCHAIN, "p64") is Staleness.OTHER_DEVICE
+
+
+def test_history_and_winners_are_of_this_gate_first(records: Records) -> None:
+    old = begin(records, gate=OLD_GATE)
+    for block_m in (64, 128):
+        records.save(old, outcome(5.0, block_m=block_m))
+    records.save_finals(old, {"p64": timing(4.0)}, chosen="p64")
+    assert records.history(PROBLEM, H200, TOOLCHAIN) == []
+    assert [(r.config, r.exactness) for r in records.winners()] == [(demo(64), OLD_GATE)]
+    slower = outcome(50.0, block_m=128)
+    records.save(begin(records), slower)
+    assert records.history(PROBLEM, H200, TOOLCHAIN) == [slower]
+    [winner] = records.winners()
+    assert (winner.config, winner.median_us, winner.exactness) == (demo(128), 50.0, GATE)
+    assert [r.config for r in records.candidates(PROBLEM.class_key)] == [demo(128), demo(64)]
+
+
 def test_a_quarantined_trial_is_kept_and_no_answer(records: Records) -> None:
     run_id = begin(records)
     bad = records.save(run_id, outcome(5.0, block_m=64))
@@ -255,6 +281,16 @@ def test_the_last_verdict_of_a_source_device_and_toolchain_counts(records: Recor
     records.save_verdict(*keys, passed)
     assert records.verdict(*keys) == passed
     assert records.verdict("p64", A100.device_key, TOOLCHAIN.key) is None
+
+
+def test_a_verdict_is_worth_only_under_the_gate_that_gave_it(records: Records) -> None:
+    keys = ("p64", H200.device_key, TOOLCHAIN.key)
+    passed, failed = (Verdict((Check("o", e, 1e-3),), "gpu") for e in (1e-4, 1.0))
+    records.save_verdict(*keys, passed, exactness=OLD_GATE)
+    assert records.verdict(*keys) is None
+    records.save_verdict(*keys, failed)
+    assert records.verdict(*keys) == failed
+    assert records.verdict(*keys, exactness=OLD_GATE) == passed
 
 
 def test_rows_of_another_version_are_left_out_with_one_warning(
@@ -382,20 +418,24 @@ def test_a_database_of_version_1_still_answers(tmp_path: Path, mode: Any) -> Non
         best = records.best(PROBLEM, H200, TOOLCHAIN)
         assert best is not None
         assert (best.config, best.median_us, best.outcome.median_us) == (demo(128), 11.0, 10.5)
-        assert best.staleness(H200, TOOLCHAIN, "slow-but-chosen") is Staleness.EXACT
-        history = records.history(PROBLEM, H200, TOOLCHAIN, policy=PLAN.policy)
+        assert best.staleness(H200, TOOLCHAIN, "slow-but-chosen") is Staleness.OTHER_BUILD
+        assert (best.exactness, records.history(PROBLEM, H200, TOOLCHAIN)) == (OLD_GATE, [])
+        asked = {"policy": PLAN.policy, "exactness": OLD_GATE}
+        history = records.history(PROBLEM, H200, TOOLCHAIN, **asked)
         assert {(o.config, o.status.value) for o in history} == {
             (demo(64), "ok"),
             (demo(128), "ok"),
             (demo(256), "crashed"),
         }
-        verdict = records.verdict("slow-but-chosen", H200.device_key, TOOLCHAIN.key)
+        keys = ("slow-but-chosen", H200.device_key, TOOLCHAIN.key)
+        assert records.verdict(*keys) is None
+        verdict = records.verdict(*keys, exactness=OLD_GATE)
         assert verdict is not None
         assert verdict.passed
         assert [(f.name, f.reason) for f in records.finals(1)][-1] == ("flash", "not built")
         if mode == "write":
             records.save(begin(records), outcome(1.0, block_m=16))
-            assert len(records.history(PROBLEM, H200, TOOLCHAIN)) == 4
+            assert [o.config for o in records.history(PROBLEM, H200, TOOLCHAIN)] == [demo(16)]
 
 
 # D01

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from store_rows import (
+    OLD_GATE,
     V1,
     copy_of_v1,
     final_row,
@@ -135,8 +136,39 @@ class TestContract:
     def test_the_last_verdict_counts(self, store: Store) -> None:
         store.put_verdict(verdict_row(passed=False, program="new"))
         store.put_verdict(verdict_row(passed=True, program="new"))
-        assert store.verdict("new", "dev", "tool") == verdict_row(passed=True, program="new")
-        assert store.verdict("new", "dev", "another") is None
+        found = store.verdict("new", "dev", "tool", OLD_GATE)
+        assert found == verdict_row(passed=True, program="new")
+        assert store.verdict("new", "dev", "another", OLD_GATE) is None
+
+    def test_each_gate_has_its_own_verdict(self, store: Store) -> None:
+        passed, failed = (
+            verdict_row(passed=ok, program="new", exactness=gate)
+            for ok, gate in ((True, OLD_GATE), (False, "stricter"))
+        )
+        store.put_verdict(passed)
+        assert store.verdict("new", "dev", "tool", "stricter") is None
+        store.put_verdict(failed)
+        assert store.verdict("new", "dev", "tool", OLD_GATE) == passed
+        assert store.verdict("new", "dev", "tool", "stricter") == failed
+
+    def test_trials_under_the_asked_gate_are_best_whatever_another_chose(
+        self, store: Store
+    ) -> None:
+        old = store.add_run(run_row("mine"))
+        for name, us in (("a", 9.0), ("b", 8.0), ("c", 7.0)):
+            store.add_trial(trial_row(old, us, name))
+        store.add_finals([final_row(old, "a", 6.0, chosen=True)])
+        new = store.add_run(run_row("mine", exactness_policy="stricter"))
+        again = [
+            store.add_trial(trial_row(new, us, name)) for name, us in (("a", 20.0), ("b", 10.0))
+        ]
+        found = store.best(each=9, keys={"problem_key": "mine"}, exactness="stricter")
+        assert [(v.trial.id, v.best_us, v.chosen) for v in found[:2]] == [
+            (again[1], 10.0, False),
+            (again[0], 20.0, False),
+        ]
+        assert [v.trial.program_key for v in found] == ["b", "a", "c"]
+        assert self.best(store) == ["a", "c", "b"]
 
     def test_finals_come_fastest_first_and_unmeasured_ones_last(self, store: Store) -> None:
         run_id = store.add_run(run_row())

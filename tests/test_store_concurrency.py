@@ -12,7 +12,16 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from store_rows import NOW, V2_STEP, copy_of_v1, run_row, second_version, sql, verdict_row
+from store_rows import (
+    NOW,
+    OLD_GATE,
+    V2_STEP,
+    copy_of_v1,
+    run_row,
+    second_version,
+    sql,
+    verdict_row,
+)
 from tuning_db import Store, schema
 
 if TYPE_CHECKING:
@@ -98,7 +107,7 @@ def test_eight_processes_on_one_key_keep_every_row_and_the_fastest_is_best(
     assert len(store.trials(keys={"problem_key": "same"})) == sum(range(10, 18))
     [best] = store.best()
     assert (best.trial.program_key, best.best_us, best.chosen) == ("same-0", 10.0, True)
-    assert store.verdict("of all", "dev", "tool") == verdict_row(program="of all")
+    assert store.verdict("of all", "dev", "tool", OLD_GATE) == verdict_row(program="of all")
 
 
 # C02

@@ -28,7 +28,7 @@ from fagen.errors import (
 )
 from fagen.generate.families import config_from_dict
 from fagen.generate.program import Program
-from fagen.outcome import Built, KernelFacts, Outcome, Status, Timing
+from fagen.outcome import GATE, Built, KernelFacts, Outcome, Status, Timing
 from fagen.problem import Problem
 from fagen.records import Records
 from fagen.target import Toolchain, preset
@@ -599,6 +599,46 @@ def test_a_config_whose_source_changed_is_tried_again_and_the_fast_ones_first() 
     assert len(shop.worker.tried) == result.tried == 6
     assert best.config in shop.worker.tried[:2]
     assert result.winner is not None and result.winner.program_key.startswith("new ")
+
+
+def test_what_another_gate_judged_is_tuned_again_and_the_fast_ones_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    space = small_space(12)
+    with Records.open(str(tmp_path / "t.db"), "write", config_from_dict) as records:
+        ledger = Ledger(records, PROBLEM, TARGET, TOOLCHAIN)
+        with monkeypatch.context() as earlier:
+            earlier.setattr("fagen.tune.ledger.GATE", "0: laxer")
+            best = run(FakeShop(ledger=ledger).plan(space)).winner
+        assert best is not None
+        assert ledger.history("fake timer") == []
+        assert best.config in ledger.neighbours()
+        shop = FakeShop(ledger=ledger)
+        result = run(shop.plan(space, trials=6))
+        assert len(shop.worker.tried) == result.tried == 6
+        assert best.config in shop.worker.tried[:3]
+        assert [r.plan.exactness for r in records.runs()] == [GATE, "0: laxer"]
+        assert len(ledger.history("fake timer")) == 6
+        assert ledger.neighbours() == []
+
+
+def test_what_a_stricter_gate_refuses_wins_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    space = small_space(6)
+    with Records.open(str(tmp_path / "t.db"), "write", config_from_dict) as records:
+        ledger = Ledger(records, PROBLEM, TARGET, TOOLCHAIN)
+        with monkeypatch.context() as earlier:
+            earlier.setattr("fagen.tune.ledger.GATE", "0: laxer")
+            best = run(FakeShop(ledger=ledger).plan(space)).winner
+        assert best is not None
+        worker = FakeWorker(behave=lambda c: wrong())
+        with pytest.raises(NoValidConfig):
+            run(FakeShop(worker, ledger=ledger).plan(space))
+        assert records.best(PROBLEM, TARGET) is None
+        history = ledger.history("fake timer")
+        assert {o.status for o in history} == {Status.WRONG_RESULT}
+        assert len(history) == 6
 
 
 def test_a_refused_finalist_says_nothing_of_another_device_or_toolchain(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _trial, _run, _final = tables.trial, tables.run, tables.final
-_SAME = ("problem_key", "device_key", "toolchain_key")  # where two times can be compared
+# Where a race's times and choice hold.
+_SAME = ("problem_key", "device_key", "toolchain_key", "exactness_policy")
 
 
 def views() -> Select[Any]:
@@ -20,8 +21,12 @@ def views() -> Select[Any]:
     return _views_with(_latest_finals())
 
 
-def best(status: str, each: int, keys: Mapping[str, str]) -> Select[Any]:
+def best(
+    status: str, each: int, keys: Mapping[str, str], exactness: str | None = None
+) -> Select[Any]:
     """The best `each` sources with a status, of every bucket, device and toolchain.
+
+    With `exactness`, trials of runs under that policy come before all others.
 
     What a run chose among its interleaved finalists comes first, the newest run's choice in
     front, for older winners were among its finalists. Then by time: interleaved where there is
@@ -29,7 +34,7 @@ def best(status: str, each: int, keys: Mapping[str, str]) -> Select[Any]:
     """
     latest = _latest_finals()
     group = (_run.c.bucket_key, _run.c.device_key, _run.c.toolchain_key)
-    order = _order(latest)
+    order = [*_judged_by(exactness), *_order(latest)]
     within_source = func.row_number().over(
         partition_by=[*group, _trial.c.program_key], order_by=order
     )
@@ -114,6 +119,12 @@ def _latest_finals() -> FromClause:
         .subquery()
     )
     return select(ranked).where(ranked.c.place == 1).subquery("latest")
+
+
+def _judged_by(exactness: str | None) -> list[ColumnElement[Any]]:
+    if exactness is None:
+        return []
+    return [case((_run.c.exactness_policy == exactness, 0), else_=1)]
 
 
 def _order(latest: FromClause) -> list[ColumnElement[Any]]:

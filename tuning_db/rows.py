@@ -98,11 +98,15 @@ class FinalRow:
 
 @dataclass(frozen=True)
 class VerdictRow:
-    """What the gate said of a source on a device under a toolchain; one row, the last one said."""
+    """What a gate said of a source on a device under a toolchain; one row, the last one said.
+
+    exactness names the gate, like a run's exactness_policy.
+    """
 
     program_key: str
     device_key: str
     toolchain_key: str
+    exactness: str
     passed: bool
     checks: list[dict[str, Any]]
     checked_on: str

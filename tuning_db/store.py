@@ -123,13 +123,18 @@ class Store:
                 _upsert(connection, tables.final, values_of(row), ("run_id", "kind", "name"))
 
     def put_verdict(self, row: VerdictRow) -> None:
-        keys = ("program_key", "device_key", "toolchain_key")
+        keys = ("program_key", "device_key", "toolchain_key", "exactness")
         with self._session(writes=True) as connection:
             _upsert(connection, tables.verdict, values_of(row), keys)
 
-    def verdict(self, program_key: str, device_key: str, toolchain_key: str) -> VerdictRow | None:
+    def verdict(
+        self, program_key: str, device_key: str, toolchain_key: str, exactness: str
+    ) -> VerdictRow | None:
         asked = select(tables.verdict).filter_by(
-            program_key=program_key, device_key=device_key, toolchain_key=toolchain_key
+            program_key=program_key,
+            device_key=device_key,
+            toolchain_key=toolchain_key,
+            exactness=exactness,
         )
         found = self._read(asked, lambda mapping: read_row(VerdictRow, mapping))
         return found[0] if found else None
@@ -211,13 +216,18 @@ class Store:
         return self._read(asked, read_view)
 
     def best(
-        self, *, status: str = "ok", each: int = 1, keys: Keys | None = None
+        self,
+        *,
+        status: str = "ok",
+        each: int = 1,
+        keys: Keys | None = None,
+        exactness: str | None = None,
     ) -> list[TrialView]:
         """The best `each` sources of every bucket, device and toolchain, best first.
 
         What counts and in which order: see `queries.best`.
         """
-        return self._read(queries.best(status, each, keys or {}), read_view)
+        return self._read(queries.best(status, each, keys or {}, exactness), read_view)
 
     def _read(self, asked: Select[Any], read: Any) -> list[Any]:
         with self._session() as connection:

@@ -92,6 +92,7 @@ verdict = Table(
     Column("program_key", Text, primary_key=True),
     Column("device_key", Text, primary_key=True),
     Column("toolchain_key", Text, primary_key=True),
+    Column("exactness", Text, primary_key=True),
     Column("passed", Flag, nullable=False),
     Column("checks", Json, nullable=False),
     Column("checked_on", Text, nullable=False),

@@ -2,7 +2,8 @@
 
 A kernel passes when it is as good as attention in the same precision: errors against the float64
 truth of at most twice the baseline's plus 1e-5. Nothing outside its tensors may be touched, every
-output must be written, and finalists repeat bit for bit.
+output must be written, and finalists repeat bit for bit. A stricter gate has a higher number in
+`outcome.GATE`.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ def record_of(view: TrialView, decode: Decode) -> Record:
         problem=problem_from_dict(run.problem),
         target=Target(**run.target),
         toolchain=Toolchain(**run.toolchain),
+        exactness=run.exactness_policy,
         outcome=_outcome(trial, decode(trial.config)),
         median_us=view.best_us,
         created=trial.created,
@@ -53,6 +54,7 @@ def shipped_record(row: Winner, decode: Decode) -> Record:
         problem=problem_from_dict(row.problem),
         target=Target(**row.target),
         toolchain=Toolchain(**row.toolchain),
+        exactness=row.exactness_policy,
         outcome=outcome,
         median_us=row.median_us,
         created=datetime.fromisoformat(row.created),
@@ -88,12 +90,13 @@ def run_row(problem: Problem, target: Target, toolchain: Toolchain, plan: Plan) 
 
 
 def verdict_row(
-    program_key: str, device_key: str, toolchain_key: str, verdict: Verdict
+    program_key: str, device_key: str, toolchain_key: str, exactness: str, verdict: Verdict
 ) -> VerdictRow:
     return VerdictRow(
         program_key=program_key,
         device_key=device_key,
         toolchain_key=toolchain_key,
+        exactness=exactness,
         passed=verdict.passed,
         checks=_plain_checks(verdict),
         checked_on=verdict.where,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import tuning_db
 from fagen import settings
 from fagen.errors import DatabaseError, FagenError, UnknownTrial
-from fagen.outcome import Status
+from fagen.outcome import GATE, Status
 from fagen.records import convert
 from tuning_db import FinalRow, Mode, Store, TrialView
 from tuning_db.exchange import shipped_rows
@@ -143,15 +143,25 @@ class Records:
         _ended += 1
 
     def save_verdict(
-        self, program_key: str, device_key: str, toolchain_key: str, verdict: Verdict
+        self,
+        program_key: str,
+        device_key: str,
+        toolchain_key: str,
+        verdict: Verdict,
+        *,
+        exactness: str = GATE,
     ) -> None:
-        row = convert.verdict_row(program_key, device_key, toolchain_key, verdict)
+        """exactness: the gate that gave it."""
+        row = convert.verdict_row(program_key, device_key, toolchain_key, exactness, verdict)
         with self._writer() as store:
             store.put_verdict(row)
 
-    def verdict(self, program_key: str, device_key: str, toolchain_key: str) -> Verdict | None:
+    def verdict(
+        self, program_key: str, device_key: str, toolchain_key: str, *, exactness: str = GATE
+    ) -> Verdict | None:
+        """What that gate said, and no other."""
         with _database_errors():
-            row = self._store.verdict(program_key, device_key, toolchain_key)
+            row = self._store.verdict(program_key, device_key, toolchain_key, exactness)
         return None if row is None else convert.verdict_of(row.checks, row.checked_on)
 
     def quarantine(self, trial_id: int, reason: str) -> None:
@@ -168,12 +178,14 @@ class Records:
         toolchain: Toolchain,
         *,
         policy: str | None = None,
+        exactness: str = GATE,
     ) -> list[Outcome]:
-        """The last outcome of each config of exactly this problem, oldest first.
+        """The last outcome of each config of exactly this problem under one gate, oldest first.
 
         With `policy`, timed ones count only where they were measured that way.
         """
         keys = _keys(problem_key=problem.key, target=target, toolchain=toolchain)
+        keys["exactness_policy"] = exactness
         with _database_errors():
             views = self._store.trials(keys=keys)
         last: dict[str, TrialView] = {}
@@ -187,7 +199,8 @@ class Records:
 
     def candidates(self, class_key: str, *, each: int = 4) -> list[Record]:
         """What may serve or seed a problem of this class: for every bucket, device and toolchain
-        the `each` best timed, then the predicted ones; then those shipped with fagen."""
+        the `each` best timed, those judged by the gate of today first, then the predicted ones;
+        then those shipped with fagen."""
         keys = {"class_key": class_key}
         shipped = [row for row in shipped_rows() if row.class_key == class_key]
         return (
@@ -205,7 +218,7 @@ class Records:
         return max(self._best(keys), key=lambda r: (r.chosen, r.run_id), default=None)
 
     def winners(self) -> list[Record]:
-        """The best of every bucket, device and toolchain that is known."""
+        """The best of every bucket, device and toolchain; of this gate where there is one."""
         return self._best({})
 
     def trial(self, trial_id: int) -> Record:
@@ -273,7 +286,7 @@ class Records:
         self, keys: dict[str, str], each: int = 1, status: Status = Status.OK
     ) -> list[Record]:
         with _database_errors():
-            views = self._store.best(status=status, each=each + _SPARE, keys=keys)
+            views = self._store.best(status=status, each=each + _SPARE, keys=keys, exactness=GATE)
         place: Counter[tuple[str, str, str]] = Counter()
         first = []
         for record in self._records(views):

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from fagen.outcome import GATE
+
 if TYPE_CHECKING:
     from datetime import datetime
 
@@ -19,7 +21,7 @@ class Staleness(StrEnum):
     """What a record is worth to somebody: serve it, verify it first, or only start from it."""
 
     EXACT = "exact"
-    OTHER_BUILD = "other_build"  # same device; another toolchain or another source by now
+    OTHER_BUILD = "other_build"  # same device; another toolchain, source or gate by now
     OTHER_DEVICE = "other_device"
 
 
@@ -27,7 +29,7 @@ class Staleness(StrEnum):
 class Record:
     """A stored trial. median_us is the interleaved one where the trial was a finalist.
 
-    A shipped record has trial_id 0.
+    exactness names the gate that judged it. A shipped record has trial_id 0.
     """
 
     trial_id: int
@@ -35,6 +37,7 @@ class Record:
     problem: Problem
     target: Target
     toolchain: Toolchain
+    exactness: str
     outcome: Outcome
     median_us: float | None
     created: datetime
@@ -73,11 +76,12 @@ class Record:
     def staleness(
         self, target: Target, toolchain: Toolchain, program_key: str | None = None
     ) -> Staleness:
-        """For this device and toolchain; program_key is what the config is rendered to now."""
+        """For this device, toolchain and the gate of today; program_key is what the config is
+        rendered to now."""
         if self.device_key != target.device_key:
             return Staleness.OTHER_DEVICE
         same_source = program_key is None or program_key == self.program_key
-        if same_source and self.toolchain_key == toolchain.key:
+        if same_source and self.toolchain_key == toolchain.key and self.exactness == GATE:
             return Staleness.EXACT
         return Staleness.OTHER_BUILD
 

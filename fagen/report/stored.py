@@ -86,6 +86,7 @@ def detail_row(record: Record) -> Row:
         "template_digest": record.outcome.template_digest,
         "facts": facts_row(record),
         "verdict": verdict_row(record.verdict),
+        "gate": record.exactness,
         "samples_us": None if timing is None else list(timing.samples_us),
         "measure_policy": None if timing is None else timing.policy,
     }
@@ -106,7 +107,7 @@ def facts_row(record: Record) -> Row | None:
 
 def detail_lines(record: Record) -> list[str]:
     """One trial for people; times in their own zone."""
-    row = {**record_row(record), **(facts_row(record) or {})}
+    row = {**record_row(record), **(facts_row(record) or {}), "gate": record.exactness}
     row["created"] = local(record.created)
     width = max(map(len, row))
     lines = [f"{name:<{width}}  {cell(value)}" for name, value in row.items()]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from fagen.config import Config
 from fagen.generate.families import FAMILIES
 from fagen.generate.space import why_invalid
-from fagen.outcome import Status
+from fagen.outcome import GATE, Status
 from fagen.problem import Problem
 from fagen.target import Target, Toolchain
 
@@ -46,9 +46,9 @@ def candidates(
     timed = [r for r in here if r.status is Status.OK and r.median_us is not None]
 
     def rank(record: Record) -> tuple[bool, bool, float, bool]:
-        other_toolchain = record.toolchain_key != toolchain.key
+        other_build = (record.toolchain_key, record.exactness) != (toolchain.key, GATE)
         other_sizes = record.problem.shape != problem.shape
-        return record.shipped, other_toolchain, distance(problem, record.problem), other_sizes
+        return record.shipped, other_build, distance(problem, record.problem), other_sizes
 
     timed.sort(key=rank)
     exact = [r for r in timed if r.problem.bucket == problem.bucket]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fagen.config import Config
 from fagen.generate.program import Program
-from fagen.outcome import Verdict
+from fagen.outcome import GATE, Verdict
 from fagen.problem import Problem
 from fagen.serve.candidates import Candidate, Origin
 from fagen.serve.inputs import tune_command
@@ -111,6 +111,7 @@ def _key_fields(
         ("triton", "verify", place.toolchain.triton, made.triton if made else None),
         ("ptxas", "verify", place.toolchain.ptxas, made.ptxas if made else None),
         ("source", "verify", source, None if record is None else record.program_key),
+        ("gate", "verify", GATE, None if record is None else record.exactness),
     )
     return (*shape, *(KeyField(*fact) for fact in facts))
 

@@ -19,7 +19,7 @@ from fagen.generate.families import family_of
 from fagen.generate.program import Program, Sizes
 from fagen.generate.render import render
 from fagen.generate.space import why_invalid
-from fagen.outcome import Check, Status, Verdict
+from fagen.outcome import GATE, Check, Status, Verdict
 from fagen.problem import Problem
 from fagen.run import kernel as run_kernel
 from fagen.serve.candidates import Candidate
@@ -43,7 +43,7 @@ def fitting(place: Place, problem: Problem, candidate: Candidate) -> Program | N
 def make_ready(
     place: Place, candidate: Candidate, program: Program, records: Records | None
 ) -> Chosen:
-    """Load on the place's device; verify what has no passed verdict there.
+    """Load on the place's device; verify what this gate has not passed there.
 
     Raises VerificationFailed, BuildFailed, NoDevice, NotDuringCapture, or what Triton raises.
     """
@@ -66,12 +66,12 @@ def make_ready(
 def known_verdict(
     place: Place, candidate: Candidate, program: Program, records: Records | None
 ) -> Verdict | None:
-    """What the gate said of this very source on this device under this toolchain."""
+    """What today's gate said of this very source on this device under this toolchain."""
     record = candidate.record
     # A predicted row's verdict is the interpreter's, which says nothing of a device.
     if record is not None and record.status is Status.OK and record.verdict is not None:
-        made = record.program_key, record.toolchain_key, record.device_key
-        if made == (program.key, place.toolchain.key, place.device_key):
+        made = record.program_key, record.toolchain_key, record.device_key, record.exactness
+        if made == (program.key, place.toolchain.key, place.device_key, GATE):
             return record.verdict
     if records is None:
         return None
@@ -132,8 +132,8 @@ def _verify(place: Place, program: Program, launch: Launch, records: Records | N
 
     assert place.device is not None
     log.warning(
-        "%s has no verdict on %s with Triton %s yet: verified now, once.",
-        *(program.name, place.device, place.toolchain.triton),
+        "%s has no verdict on %s with Triton %s under gate %s yet: verified now, once.",
+        *(program.name, place.device, place.toolchain.triton, GATE.partition(":")[0]),
     )
     tile = family_of(program.config).tile(program.config.knobs)
     gate = Gate(program.problem, place.device)

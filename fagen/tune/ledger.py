@@ -8,13 +8,12 @@ from typing import Protocol
 
 from fagen import records
 from fagen.config import Config
-from fagen.outcome import Outcome, Status, Timing
+from fagen.outcome import GATE, Outcome, Status, Timing
 from fagen.problem import Problem
 from fagen.records import Record, Records
 from fagen.target import Target, Toolchain
 from fagen.tune.finale import Finale
 
-EXACTNESS = "fp64 truth, 2x baseline + 1e-5"
 STRATEGY = "seeds, coverage, tpe, polish"
 INTERPRETER = "interpreter"  # where the gate says that it ran a kernel without a device
 OTHER_DEVICE = 100.0  # further away than any size of the same device
@@ -47,7 +46,7 @@ class Ledger:
         self._run = 0
 
     def history(self, policy: str) -> list[Outcome]:
-        """The last outcome of each config of exactly this problem, oldest first."""
+        """The last outcome of each config of exactly this problem and gate, oldest first."""
         return self._records.history(self._problem, self._target, self._toolchain, policy=policy)
 
     def incumbent(self) -> Config | None:
@@ -56,9 +55,9 @@ class Ledger:
         return best.config if best is not None and best.chosen else None
 
     def neighbours(self) -> list[Config]:
-        """Winners of other sizes, devices and toolchains, nearest first."""
+        """Winners of other sizes, devices, toolchains and gates, nearest first."""
         known = self._records.candidates(self._problem.class_key)
-        timed = [r for r in known if r.status == Status.OK and not self._is_own(r)]
+        timed = [r for r in known if r.status == Status.OK and not self._is_done(r)]
         ranked = sorted(timed, key=lambda r: (self._distance(r), r.median_us or 0.0, r.config.key))
         return list(dict.fromkeys(record.config for record in ranked))
 
@@ -66,7 +65,7 @@ class Ledger:
         """A new run's id."""
         plan = records.Plan(
             policy=budget.policy_name,
-            exactness=EXACTNESS,
+            exactness=GATE,
             strategy=STRATEGY,
             seed=budget.seed,
             trials=budget.trials,
@@ -76,21 +75,26 @@ class Ledger:
         return self._run
 
     def save(self, outcome: Outcome) -> int:
-        """A new trial's id. What the device got wrong is known to `fagen.get` too."""
+        """A new trial's id. What the device got wrong is known to `fagen.get` too, and wins no
+        more where an earlier gate let it pass."""
         verdict = outcome.verdict if outcome.status == Status.WRONG_RESULT else None
         # The interpreter ran a twin, and not on the target.
         if verdict is not None and verdict.where != INTERPRETER:
             keys = outcome.program_key, self._target.device_key, self._toolchain.key
             self._records.save_verdict(*keys, verdict)
+            self._set_aside(outcome)
         return self._records.save(self._run, outcome)
 
     def reject(self, outcome: Outcome) -> None:
         """A finalist that failed its last check: a row that says so, and no older one wins."""
+        self._set_aside(outcome)
+        self.save(outcome)
+
+    def _set_aside(self, outcome: Outcome) -> None:
         for record in self._records.trials(problem=self._problem, status=Status.OK):
             same = self._is_own(record) and record.program_key == outcome.program_key
             if same and not record.quarantined:
                 self._records.quarantine(record.trial_id, outcome.reason)
-        self.save(outcome)
 
     def finish(self, finale: Finale, *, interrupted: bool) -> None:
         """The race, and the end of the run."""
@@ -109,6 +113,9 @@ class Ledger:
         keys = self._target.device_key, self._toolchain.key
         same_place = (record.device_key, record.toolchain_key) == keys
         return same_place and record.problem == self._problem
+
+    def _is_done(self, record: Record) -> bool:
+        return self._is_own(record) and record.exactness == GATE
 
     def _distance(self, record: Record) -> float:
         sizes = zip(record.problem.bucket, self._problem.bucket, strict=True)

@@ -29,7 +29,7 @@ from fagen.generate.families.base import every_choice
 from fagen.generate.render import render
 from fagen.generate.space import why_invalid
 from fagen.judge.reference import baseline
-from fagen.outcome import Check, Outcome, Status, Timing, Verdict
+from fagen.outcome import GATE, Check, Outcome, Status, Timing, Verdict
 from fagen.problem import Features, Problem, make_problem
 from fagen.records import Plan, Records
 from fagen.run import kernel as run_kernel
@@ -621,7 +621,7 @@ def test_c01_another_process_serves_the_winner_with_the_same_bits(form: str, tmp
     verdict = Verdict((Check("o_max", 0.1, 0.5),), "here")
     with Records.open(None, "write", config_from_dict) as records:
         run_id = records.begin_run(
-            problem, H200, toolchain(), Plan("test", "test", "test", 0, None, None)
+            problem, H200, toolchain(), Plan("test", GATE, "test", 0, None, None)
         )
         timing = Timing((5.0,), "test")
         records.save(

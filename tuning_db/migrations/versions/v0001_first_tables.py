@@ -101,9 +101,12 @@ def _make_verdict() -> None:
         sa.Column("program_key", sa.Text, nullable=False),
         sa.Column("device_key", sa.Text, nullable=False),
         sa.Column("toolchain_key", sa.Text, nullable=False),
+        sa.Column("exactness", sa.Text, nullable=False),
         sa.Column("passed", sa.Boolean, nullable=False),
         sa.Column("checks", sa.Text, nullable=False),
         sa.Column("checked_on", sa.Text, nullable=False),
         sa.Column("created", sa.Text, nullable=False),
-        sa.PrimaryKeyConstraint("program_key", "device_key", "toolchain_key", name="pk_verdict"),
+        sa.PrimaryKeyConstraint(
+            "program_key", "device_key", "toolchain_key", "exactness", name="pk_verdict"
+        ),
     )
