@@ -19,10 +19,10 @@ from fagen.outcome import Built, Check, KernelFacts, Outcome, Status, Timing, Ve
 from fagen.problem import Problem, make_problem
 from fagen.target import Target, preset
 from fagen.tune.events import Event
-from fagen.tune.finale import Finale
 from fagen.tune.jobs import BuildReply, RaceReply, Tried
 from fagen.tune.ledger import Budget
 from fagen.tune.plan import Plan
+from fagen.tune.result import Finale
 
 PROBLEM = make_problem(1024, 128)
 TARGET = preset("h200")

@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from fagen.config import Config
 from fagen.outcome import Outcome
 from fagen.tune import events
 from fagen.tune.jobs import RaceReply, Tried
 from fagen.tune.plan import RACE_MOST_S, Plan
-from fagen.tune.result import Final, choose
+from fagen.tune.result import Final, Finale, choose
 
 FINALISTS = 4
 # Interleaved rounds: the median's error is a quarter of one sample's.
 RACE_ROUNDS = 21
-
-
-@dataclass(frozen=True)
-class Finale:
-    """rejected: finalists that failed the last check, as what they now are."""
-
-    finals: tuple[Final, ...] = ()
-    rejected: tuple[Outcome, ...] = ()
-    missing: dict[str, str] = field(default_factory=dict)
-    note: str = ""
 
 
 def race(plan: Plan, outcomes: Sequence[Outcome], incumbent: Config | None) -> Finale:

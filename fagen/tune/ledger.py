@@ -12,7 +12,7 @@ from fagen.outcome import GATE, Outcome, Status, Timing
 from fagen.problem import Problem
 from fagen.records import Record, Records
 from fagen.target import Target, Toolchain
-from fagen.tune.finale import Finale
+from fagen.tune.result import Finale
 
 STRATEGY = "seeds, coverage, tpe, polish"
 INTERPRETER = "interpreter"  # where the gate says that it ran a kernel without a device

@@ -32,6 +32,16 @@ class Final:
 
 
 @dataclass(frozen=True)
+class Finale:
+    """The race. rejected: finalists that failed the last check, as what they now are."""
+
+    finals: tuple[Final, ...] = ()
+    rejected: tuple[Outcome, ...] = ()
+    missing: dict[str, str] = field(default_factory=dict)
+    note: str = ""
+
+
+@dataclass(frozen=True)
 class TuneResult:
     """winner: verified, and timed if `timed`; None only in a run that was interrupted early.
 

@@ -20,12 +20,12 @@ from fagen.problem import Problem, make_problem
 from fagen.records import Records
 from fagen.target import Target, toolchain
 from fagen.tune import events
-from fagen.tune.finale import FINALISTS, Finale, race
+from fagen.tune.finale import FINALISTS, race
 from fagen.tune.ledger import Ledger
 from fagen.tune.pipeline import Pipeline
 from fagen.tune.place import place_of
 from fagen.tune.plan import Plan
-from fagen.tune.result import State, TuneResult, finalists, value_of
+from fagen.tune.result import Finale, State, TuneResult, finalists, value_of
 from fagen.tune.search import Search
 from fagen.tune.seeding import starting_points
 from fagen.tune.signals import Terminated, shielded, terminable
