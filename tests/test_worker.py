@@ -149,7 +149,8 @@ def test_the_race_times_programs_and_peers_in_turns_and_names_the_missing(
     assert set(reply.programs) == {program(0).key, program(1).key}
     assert {len(t.samples_us) for t in reply.programs.values()} == {4}
     assert set(reply.rejected) == {program(2).key}
-    assert any(name.startswith("eager") for name in reply.peers)
+    assert any(name.startswith("sdpa-flash") for name in reply.peers)
+    assert not any(name.startswith(("eager", "sdpa-math")) for name in reply.peers)
     assert any(name.startswith("sdpa-cudnn") for name in reply.missing)
     assert not set(reply.peers) & set(reply.missing)
 

@@ -6,7 +6,7 @@ scaled_dot_product_attention picks its backend by itself, and not the same one o
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -54,12 +54,21 @@ BACKENDS: dict[str, SDPBackend] = {
 }
 
 
-def peers(problem: Problem, device: torch.device | str) -> Peers:
-    """Every peer tried once on the problem's own shape, its output held against the truth."""
+# What a user would run instead. The others keep the score matrix in memory and take 6 to 50 times
+# as long (H200, bf16 D128 N8192): `fagen bench` times them, a tuning run has better use for that.
+FUSED = ("cudnn", "flash", "efficient")
+
+
+def peers(
+    problem: Problem,
+    device: torch.device | str,
+    backends: Sequence[str] = (*BACKENDS, "eager"),
+) -> Peers:
+    """Each peer tried once on the problem's own shape, its output held against the truth."""
     where = torch.device(device)
     peers = Peers({}, {})
     inputs = _inputs(problem, where)
-    for backend in (*BACKENDS, "eager"):
+    for backend in backends:
         name = _name(backend)
         reason = _too_much_memory(problem) if backend in ("math", "eager") else None
         peer = Peer(backend, name, _attention(problem, backend))

@@ -210,9 +210,9 @@ class Bench:
 
     def race(self, job: Race) -> RaceReply:
         from fagen.judge.measure import race
-        from fagen.judge.peers import peers
+        from fagen.judge.peers import FUSED, peers
 
-        found, missing = peers(self._job.problem, self._device)
+        found, missing = peers(self._job.problem, self._device, FUSED)
         contestants = {p.key: self._launches(self._load(p)) for p in job.programs}
         contestants |= {name: self._peer_launches(peer) for name, peer in found.items()}
         failed: dict[str, str] = {}
