@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,10 @@ def pytest_configure(config: pytest.Config) -> None:
     asked = [Path(arg.split("::")[0]).resolve() for arg in config.args]
     if not interpreting() and any(path.is_relative_to(INTERPRET) for path in asked):
         raise pytest.UsageError("Run: TRITON_INTERPRET=1 pytest tests/interpret")
+    # A shell gives its background jobs an ignored SIGINT, and they pass it on to what they start:
+    # the tests that send one would wait for ever.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
