@@ -14,6 +14,7 @@ from fagen.config import Config
 from fagen.generate.families.base import every_choice, knob
 from fagen.generate.space import SearchSpace
 from fagen.tune.search import VALUES_TIMED, Search
+from fagen.tune.seeding import starting_points
 from fakes import PROBLEM, TARGET, formula_us, full_space, small_space, space_of
 
 
@@ -145,6 +146,68 @@ def test_prior_orders_the_neighbours_of_the_best() -> None:
     search = Search(space, 0, trials=0, prior=lambda c: -c.knobs.place)
     asked = played(search, 6, lambda c: 100.0 - c.knobs.place)
     assert [c.knobs.place for c in asked[2:]] == [29, 28, 27, 26]
+
+
+def test_seeds_take_at_most_half_of_the_trials() -> None:
+    space = full_space()
+    given = [c for c in space.configs if c not in space.seeds][::50]
+    asked = played(Search(space, 0, trials=60, seeds=given), 60)
+    assert asked[:30] == given[:30]
+    assert not set(asked[30:]) & set(given[40:])
+
+
+# As a rescale's threshold and its branch: one knob at a time never gets from one to the other.
+def test_polish_changes_knobs_together_that_can_only_change_together() -> None:
+    @dataclass(frozen=True)
+    class Tied:
+        left: int = knob(0, tuple(range(6)), "left")
+        right: int = knob(0, tuple(range(6)), "right, equal to left")
+        free: int = knob(0, tuple(range(6)), "free")
+
+    configs = [Config("tied", k) for k in every_choice(Tied) if k.left == k.right]
+    space = SearchSpace(PROBLEM, TARGET, tuple(configs), (configs[0],), {})
+    search = Search(space, 0, trials=0, prior=lambda c: -c.knobs.left)
+    asked = played(search, 5, lambda c: 100.0 - 10 * c.knobs.left + c.knobs.free)
+    assert Config("tied", Tied(5, 5, 0)) in asked
+
+
+def test_polish_also_tries_neighbours_of_a_config_that_is_nearly_as_good_and_unlike() -> None:
+    @dataclass(frozen=True)
+    class Plain:
+        a: int = knob(0, tuple(range(6)), "a")
+        b: int = knob(0, tuple(range(6)), "b")
+        c: int = knob(0, tuple(range(6)), "c")
+
+    def us(config: Config) -> float:  # a wide bowl at 0, and a narrow, deeper hole at 5
+        k = config.knobs
+        if (k.a, k.b) == (5, 5):
+            return 90.0 - 10 * (k.c == 4)
+        return 85.0 + k.a + k.b + k.c
+
+    configs = [Config("plain", knobs) for knobs in every_choice(Plain)]
+    seeds = [Config("plain", Plain(0, 0, 0)), Config("plain", Plain(5, 5, 5))]
+    space = SearchSpace(PROBLEM, TARGET, tuple(configs), tuple(seeds), {})
+    for seed in range(5):
+        asked = played(Search(space, seed, trials=0, prior=lambda c: abs(c.knobs.c - 4)), 10, us)
+        assert min(map(us, asked)) == 80.0
+
+
+def test_a_lone_tile_shape_is_found_though_the_estimate_knows_nothing_of_it() -> None:
+    space = full_space()
+
+    def us(config: Config) -> float:  # one tile shape stands alone, 25 % ahead
+        k = config.knobs
+        if config.family != "flash":
+            return 900.0
+        if (k.block_m, k.block_n, k.num_warps, k.num_stages) == (64, 128, 8, 2):
+            return 92.0 * (1.15 if k.loads == "pointer" else 1.0) * (1 + 0.1 * bool(k.rescale_tau))
+        return formula_us(config) * 1.2
+
+    best = min(map(us, space.configs))
+    for seed in range(4):
+        given = starting_points(space, formula_us, [], [])
+        search = Search(space, seed, trials=128, seeds=given, prior=formula_us)
+        assert min(map(us, played(search, 128, us))) <= 1.02 * best
 
 
 def test_optuna_says_nothing_and_keeps_the_users_verbosity(

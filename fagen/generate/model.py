@@ -28,46 +28,71 @@ WARP_SIZE = 32
 WARPS_SM = 64
 SHARED_RESERVED_BYTES = 1024  # of each block, by the driver
 SCHEDULERS_SM = 4
+REGISTER_UNIT = 8  # registers of a thread are handed out in eights (256 a warp)
+L2_BYTES_CLOCK_SM = 64.0  # the port of a multiprocessor
 
-# "Fitted" below: to the 55 flash rows of 64 configs timed on one H200, bf16 D128 N8192 full,
-# 2026-11-29; eight numbers by (robust) least squares of log time, then rounded. "Pairs": rows of
-# that run that differ in one knob. Each fifth of the rows, predicted from the rest: Spearman 0.91,
-# error 8 %; five more free constants gain nothing there. No other shape or device was fitted.
-SUSTAINED = 0.96  # of the datasheet's clock; fitted
+# "Fitted" below: to the flash rows of five runs on one H200, bf16 B1 H16 N8192 D128, three full
+# and two causal, 2026-11-29: 515 single passes of 338 configs and the races' medians twice, with
+# weight sqrt(best / time); twelve numbers by robust least squares of log time, then rounded.
+# "Pairs": rows of a run that differ in one knob. Each fifth of the configs, predicted from the
+# rest and without `built`: Spearman 0.95 to 0.97 in each run, the raced winner fourth or better;
+# causal from full alone: 0.93. No other shape or device was fitted.
+SUSTAINED = 0.975  # of the datasheet's clock; fitted
 MEMORY_SHARE = 0.9  # 4.3 of 4.8 TB/s for a copy, measured on one H200
-L2_BYTES_CLOCK_SM = 58.0  # fitted: 64x64 tiles draw 7.6 TB/s; the port takes 64
-L2_LATENCY_CYCLES = 300.0  # fitted
-ISSUED_LATE = 0.7  # fitted: of a step, when its loads are issued; two stages lose 15 % to three
-STATE_BYTES_CLOCK_SM = 28.0  # of kv_outer's running output; fitted to its 9 rows of that run
+L2_LATENCY_CYCLES = 780.0  # a loaded tile's, through barrier and wait; fitted
+ISSUED_LATE = 0.9  # fitted: of a step, when its loads are issued; two stages lose 15 % to three
+# Fitted. Of the work of the other resident blocks, how much runs while one waits for its tile:
+# what makes three small blocks in one stage fast, and 64x64 in one stage as fast as in three.
+OTHERS_COVER = 0.465
+# Of kv_outer's running output, fitted to its 61 rows: full comes out 14 % high, causal 16 % low.
+STATE_BYTES_CLOCK_SM = 13.0
 LAUNCH_US = 2.0
 TILE_CYCLES = 4000.0  # prologue and epilogue of a query tile, 2-3 us when nothing hides them
-STEP_CYCLES = 150.0  # barriers and waits of a step
+STEP_CYCLES = 100.0  # barriers of a step; set by hand
 NARROW_KEYS = 20.0  # a product over n keys runs at n / (n + this) of its rate: 64 costs 12 %
-# To TMA, by compute capability; none elsewhere. 90: four pairs, 1.07 to 1.16; 100: a guess.
-POINTER_SLOWDOWN = {90: 1.11, 100: 1.2}
+# To TMA, by compute capability; none elsewhere, and registers apart. 90: fitted; 17 full pairs
+# have 1.04 to 1.18, causal ones scatter about 1.0. 100: a guess.
+POINTER_SLOWDOWN = {90: 1.045, 100: 1.2}
 SERIAL_WGMMA = 2.2  # 128 rows on 4 warps: a wait after every wgmma (seen in the SASS)
 ROWS_WARP = 16  # of a matrix instruction: with fewer rows than that a warp, warps share them
 # Fitted. Two warp groups that share rows split the keys: maxima and probabilities pass through
 # shared memory, with barriers, at every step. One group of few rows was not measured, nor charged.
-SPLIT_KEYS_CYCLES = 750.0
-HEADS_INNERMOST = 1.05  # four pairs, 1.01 to 1.07, where the running heads' keys don't fit in L2
+SPLIT_KEYS_CYCLES = 915.0
+# Where the running heads' keys don't fit in L2. By hand: 23 full pairs have median 1.02, causal
+# ones no difference to head_groups.
+HEADS_INNERMOST = 1.01
+# Fitted, under a causal mask: what of the longest tile's time the last multiprocessor is late.
+# Tiles of one head that are neighbours end with a head of their own, heads side by side together.
+RAGGED = 0.54
+RAGGED_TILES_FIRST = 0.46  # with the longest rows first
+RAGGED_HEADS_BESIDE = 0.05
 
 # fp32 instructions a score: scale and subtract, maximum, sum, half a conversion; mask: two
 # comparisons and a select. Read off the SASS of the plain loop.
 SCORE_OPS = 4.0
 MASK_OPS = 3.0
-# Vote and branch of a skipped rescale: at D128 even with its 128 cycles of multiplies, as far as
-# nine pairs can tell (1.016 with a standard error of 0.015).
-BRANCH_CYCLES = 120.0
+# Vote and branch of a skipped rescale, by hand: 16 pairs at 128x128 with TMA gain 1 to 4 %.
+BRANCH_CYCLES = 75.0
+# Where one warp group's rows, or a single stage, leave nothing to run meanwhile, the branch makes
+# the products wait: under TMA and a loop of whole tiles, 1.2 to 1.45 times at 64x128, 1.04 to 1.11
+# at 64x64, 1.01 at 64x32, and not with pointers or every tile masked (41 pairs). Fitted, with the
+# square in the keys set by hand.
+BRANCH_WAIT_CYCLES = 660.0
 # The share of the shorter of {matrix, softmax} that is hidden inside one block; fitted. A plain
 # loop hides it only where two groups of four warps have rows of their own and drift apart. That a
-# rotated loop hides hardly more is what was seen, not what it was made for.
-HIDDEN = {"plain": 0.4, "rotate_s": 0.45, "rotate_p": 0.05}
+# rotated loop hides no more is what was seen, not what it was made for.
+HIDDEN = {"plain": 0.33, "rotate_s": 0.33, "rotate_p": 0.0}
 TWO_GROUPS = 8  # warps
 CARRIED = {"plain": 1.5, "rotate_s": 2.5, "rotate_p": 2.0}  # score tiles held in registers
 MOST_SUMMED = 4096  # query tiles looked at one by one; of more, an even sample
 BASE_REGISTERS = 27  # 187 registers at 128x128 D128 on 8 warps, of which 160 accumulate
 MOST_REGISTERS = 255
+# Registers, read off the compiled kernels of those runs. In one stage 64x128 on 4 warps takes 168,
+# not 187, and so fits three times: the bound of 170 is between a full and a causal mask.
+ONE_STAGE_CARRIES_LESS = 0.35  # score tiles
+POINTER_REGISTERS = 43.0  # addresses: 138 become 182 at 128x64; recomputed before anything spills
+MASK_REGISTERS = 8.0  # of a causal mask over WIDE_KEYS, 4 to 18; none over fewer
+WIDE_KEYS = 128
 
 
 @dataclass(frozen=True)
@@ -119,6 +144,7 @@ def _step(
     vector = scores * (SCORE_OPS + MASK_OPS * masked) / FP32_LANES_SM
     softmax = scores / target.exp2_per_clock_sm + vector + _rescale_cycles(knobs, rows, dim_v)
     fixed = STEP_CYCLES + _spill_cycles(problem, family, knobs, built)
+    fixed += _branch_wait_cycles(knobs, rows, keys)
     # fp32 products are made without matrix instructions, so rows are divided otherwise.
     two_groups = _warps(knobs) >= TWO_GROUPS
     shared_rows = two_groups and shape.dtype != "fp32" and rows < ROWS_WARP * _warps(knobs)
@@ -136,13 +162,18 @@ def _step(
 
 
 def _step_cycles(step: _Step, knobs: Any, resident: int) -> float:
-    """Resident blocks fill each other's gaps."""
+    """Resident blocks fill each other's gaps.
+
+    In one stage V takes the place of K: a step waits for each of them.
+    """
     long, short = max(step.matrix, step.softmax), min(step.matrix, step.softmax)
     busy = long + (short - step.hidden) / resident
     ahead = 1.0  # where nothing is said of stages
     if hasattr(knobs, "num_stages"):
         ahead = max(0.0, knobs.num_stages - 1 - ISSUED_LATE)
-    wait = max(0.0, L2_LATENCY_CYCLES + step.load - ahead * busy * resident) / resident
+    trips = 2 if getattr(knobs, "num_stages", None) == 1 else 1
+    covered = busy * (ahead * resident + OTHERS_COVER * (resident - 1))
+    wait = max(0.0, trips * L2_LATENCY_CYCLES - covered) / resident
     together = float((busy**3 + step.load**3) ** (1 / 3))  # the longer, more where they are alike
     return together + wait + step.fixed / resident
 
@@ -170,7 +201,9 @@ def _spread(
     if problem.features.causal == "none":
         return even * cdiv(blocks, target.sm_count) * target.sm_count / blocks
     # The hardware hands out blocks in order; what starts last decides how ragged the end is.
-    last = 0.05 if getattr(knobs, "mask", "split") == "longest_first" else 0.6
+    last = RAGGED
+    if getattr(knobs, "mask", "split") == "longest_first":
+        last = RAGGED_TILES_FIRST if knobs.order == "tiles_first" else RAGGED_HEADS_BESIDE
     return even + last * longest
 
 
@@ -204,13 +237,27 @@ def _resident_blocks(
     registers = built.registers if built else _registers(problem, family, knobs)
     warps = _warps(knobs)
     by_shared = (target.shared_bytes + SHARED_RESERVED_BYTES) // (shared + SHARED_RESERVED_BYTES)
-    used = max(1.0, min(registers, MOST_REGISTERS)) * WARP_SIZE * warps
-    return max(1, min(by_shared, int(target.registers_sm // used), WARPS_SM // warps))
+    each = max(1, cdiv(int(min(registers, MOST_REGISTERS)), REGISTER_UNIT)) * REGISTER_UNIT
+    by_registers = target.registers_sm // (each * WARP_SIZE * warps)
+    return max(1, min(by_shared, by_registers, WARPS_SM // warps))
 
 
 def _registers(problem: Problem, family: Family, knobs: Any) -> float:
+    """Of a thread, as compiled: what must be held, what is held where there is room, the cap."""
+    registers = _held_registers(problem, family, knobs)
+    if getattr(knobs, "loads", "pointer") == "pointer":
+        registers += POINTER_REGISTERS
+    if problem.features.causal != "none" and family.tile(knobs)[1] >= WIDE_KEYS:
+        registers += MASK_REGISTERS
+    return min(registers, getattr(knobs, "max_registers", 0) or MOST_REGISTERS)
+
+
+def _held_registers(problem: Problem, family: Family, knobs: Any) -> float:
     rows, keys = family.tile(knobs)
-    columns = padded(problem.shape.head_dim_v) + CARRIED[getattr(knobs, "loop", "plain")] * keys
+    carried = CARRIED[getattr(knobs, "loop", "plain")]
+    if getattr(knobs, "num_stages", None) == 1:
+        carried -= ONE_STAGE_CARRIES_LESS
+    columns = padded(problem.shape.head_dim_v) + carried * keys
     return BASE_REGISTERS + rows * columns / (WARP_SIZE * _warps(knobs))
 
 
@@ -219,8 +266,16 @@ def _spill_cycles(problem: Problem, family: Family, knobs: Any, built: Built | N
     if built is not None:
         words = built.spill_bytes / 4
     else:
-        words = 2 * max(0.0, _registers(problem, family, knobs) - MOST_REGISTERS)
+        words = 2 * max(0.0, _held_registers(problem, family, knobs) - MOST_REGISTERS)
     return 2.0 * words * _warps(knobs) / SCHEDULERS_SM
+
+
+def _branch_wait_cycles(knobs: Any, rows: int, keys: int) -> float:
+    if getattr(knobs, "rescale_skip", "never") != "branch":
+        return 0.0
+    whole_tiles = knobs.loads == "tma" and knobs.mask != "every_tile"
+    alone = rows < ROWS_WARP * TWO_GROUPS or knobs.num_stages == 1
+    return BRANCH_WAIT_CYCLES * (keys / WIDE_KEYS) ** 2 if whole_tiles and alone else 0.0
 
 
 def _rescale_cycles(knobs: Any, rows: int, dim_v: int) -> float:

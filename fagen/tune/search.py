@@ -1,5 +1,8 @@
 """Which config to try next: seeds, then coverage of every knob, then Optuna and local polish.
 
+Polish tries the neighbours of the best config, and of others that are nearly as good and unlike
+it: one odd tile shape can be the best by far and look poor until its other knobs are right.
+
 Only valid configs are proposed and none twice. Optuna sees plain indices into each knob's values,
 lives in memory and is rebuilt from our rows, so a space that changed never breaks a resumed run.
 """
@@ -21,8 +24,15 @@ from fagen.generate.space import SearchSpace
 
 VALUES_TIMED = 2  # of every knob that has so many in the space
 COVER_TRIES = 4  # candidates spent on one knob whose other values keep failing
-POLISH_FROM = 0.625  # share of the trials after which the best config's neighbours come first
+SEEDED = 0.5  # share of the trials that seeds may take,
+SEEDS_AT_LEAST = 20  # but so many in any case
+POLISH_FROM = 0.625  # share of the trials after which neighbours of the best configs come first
 POLISH_TURN = 3  # before that, every third proposal is such a neighbour
+MODEL_TURN = 5  # after that, every fifth proposal is still Optuna's
+INCUMBENTS = 3  # configs whose neighbours are tried
+INCUMBENTS_APART = 3  # knobs in which they differ from each other at least
+INCUMBENT_WITHIN = 1.2  # of the best's time, to be one
+BEST_TURN = 2  # every second neighbour is one of the best's
 
 Point = tuple[int, ...]  # an index into the values of each knob of one family
 
@@ -31,8 +41,8 @@ class Search:
     """`ask` for the next config, `tell` what it was worth; deterministic for a seed and tells.
 
     history: configs that were tried before, with what they were worth. seeds: configs to try
-    first, before those of the space. prior: an estimate that orders the
-    neighbours of the best config; lower is better.
+    first, before those of the space; all of them take half of the trials at most. prior: an
+    estimate that orders the neighbours of a config; lower is better.
     """
 
     def __init__(
@@ -51,12 +61,15 @@ class Search:
         self._values: dict[Config, float] = {}
         self._asked: dict[Config, optuna.Trial] = {}
         self._proposals = 0
+        self._turns = 0
+        self._polishes = 0
         self._polish_after = int(trials * POLISH_FROM)
         self._study = _study(seed)
         self._cover = _Coverage(self._grids)
         for config, value_us in history:
             self._recall(config, value_us)
-        self._seeds = [c for c in dict.fromkeys([*seeds, *space.seeds]) if c in self._untried]
+        untried = [c for c in dict.fromkeys([*seeds, *space.seeds]) if c in self._untried]
+        self._seeds = untried[: max(SEEDS_AT_LEAST, int(trials * SEEDED))]
         self._bases = {c.family: c for c in reversed(space.seeds)}
 
     def ask(self) -> Config | None:
@@ -129,16 +142,42 @@ class Search:
         return grid.points[best] if best is not None else next(iter(grid.configs))
 
     def _polish_or_model(self) -> Config:
-        turn = self._proposals >= self._polish_after or self._proposals % POLISH_TURN == 0
-        return (self._polished() if turn else None) or self._modelled()
+        self._turns += 1
+        if self._proposals >= self._polish_after:
+            polish = self._turns % MODEL_TURN != 0
+        else:
+            polish = self._proposals % POLISH_TURN == 0
+        return (self._polished() if polish else None) or self._modelled()
 
     def _polished(self) -> Config | None:
-        best = self.best
-        if best is None:
-            return None
-        grid = self._grids[best.family]
-        near = [grid.configs[p] for p in grid.around(grid.points[best], 1) if p in grid.configs]
-        return min((c for c in near if c in self._untried), key=self._prior, default=None)
+        incumbents = self._incumbents()
+        self._polishes += 1
+        if self._polishes % BEST_TURN and len(incumbents) > 1:
+            turn = self._polishes // BEST_TURN % (len(incumbents) - 1) + 1
+            incumbents.insert(0, incumbents.pop(turn))
+        for incumbent in incumbents:
+            near = self._grids[incumbent.family].near(incumbent)
+            found = min((c for c in near if c in self._untried), key=self._prior, default=None)
+            if found is not None:
+                return found
+        return None
+
+    def _incumbents(self) -> list[Config]:
+        """The best config and others, nearly as good, that are not its like."""
+        picked: list[Config] = []
+        for config in sorted(self._values, key=lambda c: self._values[c]):
+            too_slow = picked and self._values[config] > INCUMBENT_WITHIN * self._values[picked[0]]
+            if too_slow or len(picked) == INCUMBENTS:
+                break
+            if all(self._unlike(config, other) for other in picked):
+                picked.append(config)
+        return picked
+
+    def _unlike(self, config: Config, other: Config) -> bool:
+        if config.family != other.family:
+            return True
+        points = self._grids[config.family].points
+        return _distance(points[config], points[other]) >= INCUMBENTS_APART
 
     def _modelled(self) -> Config:
         trial = self._study.ask()
@@ -202,6 +241,28 @@ class _Grid:
             c: tuple(index[knob][getattr(c.knobs, knob)] for knob in self.values) for c in configs
         }
         self.configs = {point: config for config, point in self.points.items()}
+        self._near: dict[Config, list[Config]] = {}
+
+    def near(self, config: Config) -> list[Config]:
+        """Valid configs that differ in one knob, or in two that rules tie to each other: where
+        one of them alone can't change.
+        """
+        if config not in self._near:
+            start = self.points[config]
+            one = [p for p in self.around(start, 1) if p in self.configs]
+            singles = set(one)
+            two = [
+                p
+                for p in self.around(start, 2)
+                if p in self.configs and not self._halves(start, p) <= singles
+            ]
+            self._near[config] = [self.configs[p] for p in [*one, *two]]
+        return self._near[config]
+
+    def _halves(self, start: Point, end: Point) -> set[Point]:
+        """The points that share one of the two changed knobs with each."""
+        places = [i for i, (a, b) in enumerate(zip(start, end, strict=True)) if a != b]
+        return {(*start[:i], end[i], *start[i + 1 :]) for i in places}
 
     def around(self, point: Point, radius: int) -> Iterator[Point]:
         """Each point, valid or not, that differs in exactly `radius` knobs, in a fixed order."""

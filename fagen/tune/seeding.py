@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import fields
+from typing import Any
 
 from fagen.config import Config
 from fagen.generate.space import SearchSpace
@@ -12,6 +13,11 @@ from fagen.outcome import Outcome, Status
 FROM_MODEL = 8
 FROM_PREDICTED = 4
 FROM_NEIGHBOURS = 4
+# Every shape of flash at D128, even if the model is wrong about shapes: as it was for 64x128 on 4
+# warps in one stage, 60th of 128 predicted and the best by 12 % (bf16 D128 N8192 full, one H200).
+FROM_SHAPES = 36
+SHAPE = ("block_m", "block_n", "num_warps", "num_stages")  # what blocks a multiprocessor can hold
+FROM_SPACE = 4
 APART = 2  # knobs in which two configs of the model's choice differ at least
 
 
@@ -21,8 +27,9 @@ def starting_points(
     known: Iterable[Outcome],
     neighbours: Iterable[Config],
 ) -> list[Config]:
-    """The default, neighbouring shapes' winners, the best offline ones, the model's favourites,
-    and the first seed of every family, so that even a short run has timed each.
+    """The default, neighbouring problems' winners, the best offline ones, the model's favourites,
+    the first seed of every family, so that even a short run has timed each, the first few of the
+    space, and the model's best of each tile shape.
     """
     valid = set(space.configs)
     near = [config for config in neighbours if config in valid][:FROM_NEIGHBOURS]
@@ -34,8 +41,11 @@ def starting_points(
     predicted = [config for _, _, config in offline[:FROM_PREDICTED]]
     ranked = sorted(space.configs, key=model)
     favourites = spread_out(ranked, FROM_MODEL)
+    shapes = best_of_each(ranked, FROM_SHAPES)
     firsts = {config.family: config for config in reversed(space.seeds)}.values()
-    return list(dict.fromkeys([*space.seeds[:1], *near, *predicted, *favourites, *firsts]))
+    own = space.seeds[:FROM_SPACE]
+    chosen = [*space.seeds[:1], *near, *predicted, *favourites, *firsts, *own, *shapes]
+    return list(dict.fromkeys(chosen))
 
 
 def spread_out(ranked: Iterable[Config], count: int) -> list[Config]:
@@ -53,3 +63,14 @@ def _differing(a: Config, b: Config) -> int:
     if a.family != b.family:
         return APART
     return sum(getattr(a.knobs, f.name) != getattr(b.knobs, f.name) for f in fields(a.knobs))
+
+
+def best_of_each(ranked: Iterable[Config], count: int) -> list[Config]:
+    """The first config of each of the first `count` shapes."""
+    first: dict[tuple[Any, ...], Config] = {}
+    for config in ranked:
+        shape = (config.family, *(getattr(config.knobs, name, None) for name in SHAPE))
+        first.setdefault(shape, config)
+        if len(first) == count:
+            break
+    return list(first.values())
