@@ -31,7 +31,7 @@ from fagen.tune.seeding import starting_points
 from fagen.tune.signals import Terminated, shielded, terminable
 from fagen.tune.staff import policy_of, staff
 
-TRIALS = 128  # 64 took 38 s on one H200, bf16 D128 N8192
+TRIALS = 128  # 66 s with the race, on one H200 (bf16 D128 N8192)
 TIMEOUT_S = 150.0  # with at most two builds or checks past it, a cold run ends within 180 s
 OFFLINE_TIMEOUT_S = 75.0
 MOST_SECONDS = 10**7  # a third of a year
