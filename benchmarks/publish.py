@@ -44,7 +44,7 @@ Plain = dict[str, Any]
 def document(
     run: Run, records: Sequence[Record], finals: Sequence[Final], given: Plain, machine: Plain
 ) -> Plain:
-    """The result file as plain values. given: command, commit; machine: driver and CUDA."""
+    """The result file. given: command, commit, cold_start_s; machine: driver and CUDA."""
     timed = sorted(
         (r for r in records if r.outcome.timing is not None and r.run_id == run.run_id),
         key=lambda r: r.trial_id,
@@ -78,6 +78,7 @@ def document(
             "trials": run.plan.trials,
             "timeout_s": run.plan.timeout_s,
             "seconds": _short(seconds),
+            "cold_start_s": given["cold_start_s"],
             "outcomes": dict(sorted(run.counts.items())),
         },
         "race": race_rows(run, records, finals),
@@ -370,6 +371,7 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--clean", choices=("yes", "no"), help="its tree, with --commit")
     parser.add_argument("--driver", help="of the machine of the run")
     parser.add_argument("--cuda", help="that torch was built for there")
+    parser.add_argument("--cold-start-s", type=float, help="the command's wall time, empty caches")
     return parser.parse_args(words)
 
 
@@ -388,7 +390,11 @@ def main(words: Sequence[str]) -> int:
     records = [r for r in alike if r.toolchain_key == run.toolchain.key]
     records.sort(key=lambda r: (r.run_id == run.run_id, r.trial_id))
     clean = None if options.clean is None else options.clean == "yes"
-    given = {"command": options.command, "commit": commit(ROOT, options.commit, clean)}
+    given = {
+        "command": options.command,
+        "commit": commit(ROOT, options.commit, clean),
+        "cold_start_s": options.cold_start_s,
+    }
     found = machine(run.target, run.toolchain, options.driver, options.cuda)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     text = text_of(document(run, records, finals, given, found)) + "\n"

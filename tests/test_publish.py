@@ -100,6 +100,7 @@ def published(publish: ModuleType, database: Path, out: Path, *more: str) -> dic
     command = "fagen tune --seq 512 --head-dim 64"
     words = ["--db", str(database), "--run", "1", "--out", str(out), "--command", command]
     given = ["--commit", "abc123", "--clean", "yes", "--driver", "580.82", "--cuda", "13.0"]
+    given += ["--cold-start-s", "71.9"]
     assert publish.main([*words, *(more or given)]) == 0
 
     def refuse(word: str) -> None:
@@ -113,6 +114,7 @@ def test_a_result_says_what_ran_where_and_how(result: dict[str, Any]):
     assert result["schema"] == 1
     assert result["command"] == "fagen tune --seq 512 --head-dim 64"
     assert result["seed"] == 7
+    assert result["run"]["cold_start_s"] == 71.9
     assert (result["device"]["name"], result["device"]["driver"]) == ("NVIDIA H200", "580.82")
     software = result["software"]
     assert (software["torch"], software["triton"]) == ("2.11.0+cu130", "3.6.0")
