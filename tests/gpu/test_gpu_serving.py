@@ -15,10 +15,10 @@ import fagen
 from attention import assert_exact, plain_attention
 from fagen.config import Config
 from fagen.errors import WorkerDied
-from fagen.generate.families import flash
+from fagen.generate.families import family_of, flash
 from fagen.generate.program import Program
 from fagen.generate.render import render
-from fagen.generate.space import why_invalid
+from fagen.generate.space import SearchSpace, why_invalid
 from fagen.judge.verify import Gate
 from fagen.outcome import Status
 from fagen.problem import make_problem
@@ -187,20 +187,19 @@ def test_hang_and_illegal_access_cost_one_row_each(monkeypatch: pytest.MonkeyPat
         worker.close()
 
 
-def test_one_column_is_right_and_its_bad_branch_no_config():
-    """With the branch around the rescale this config ended in an illegal access."""
-    problem = make_problem(2048, 1, layout="aligned16")
-    bad = flash.Knobs(
-        64, 128, 4, 3, "pointer", "rotate_p", "every_tile", 4.0, "branch", "heads_first"
-    )
-    assert why_invalid(problem, detect(), Config("flash", bad)) is not None
-    knobs = replace(bad, rescale_tau=0.0, rescale_skip="never")
-    runner = load(render(problem, Config("flash", knobs)), detect(), "cuda:0")
-    verdict = Gate(problem, torch.device("cuda:0")).check(
-        runner.launch_poisoned, (64, 128), {}, level="quick"
-    )
-    torch.cuda.synchronize()
-    assert verdict.passed, verdict.worst
+@pytest.mark.parametrize("columns", [1, 2])
+def test_few_value_columns_are_right(columns: int):
+    """In a loop with carried probabilities they ended in an illegal access and wrong values."""
+    problem = make_problem(2048, columns, layout="aligned16")
+    bad = Config("flash", flash.Knobs(64, 128, 4, 3, "pointer", "rotate_p", "every_tile"))
+    assert why_invalid(problem, detect(), bad) is not None
+    gate = Gate(problem, torch.device("cuda:0"))
+    for config in SearchSpace.of(problem, detect()).configs[::500]:
+        runner = load(render(problem, config), detect(), "cuda:0")
+        tile = family_of(config).tile(config.knobs)
+        limits = runner.program.limits
+        verdict = gate.check(runner.launch_poisoned, tile, limits, level="quick")
+        assert verdict.passed, (config, verdict.worst)
 
 
 def test_generated_module_can_be_launched_by_hand(tmp_path: Path):

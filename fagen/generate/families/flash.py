@@ -52,8 +52,9 @@ class Knobs:
         "which programs are neighbours, and so share keys in L2",
     )
     # Three blocks of 64x128 on 4 warps share a multiprocessor of an H200 below 170 registers. They
-    # hide each other's loads and softmax: 922 us against 1079 at 128x128 on 8 warps (bf16 D128
-    # N8192 full, raced, 2026-11-29). Under a causal mask they need the cap: 186 without it.
+    # hide each other's loads and softmax: 983 us against 1204 at 128x128 on 8 warps (bf16 D128
+    # N8192 full, raced, 2026-11-29). Under a causal mask they need the cap (186 without it):
+    # 510 us, the best without it 545.
     max_registers: int = knob(
         0, (0, 128, 168), "cap on a thread's registers, for more blocks a multiprocessor; 0: none"
     )
@@ -128,10 +129,11 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         lambda p, t, k: k.rescale_skip != "branch" or t.arch < 100,
     ),
     Constraint(
-        "skip_fails_on_one_column",
-        # compute-sanitizer, one H200, Triton 3.6: bf16 D1, 64x128, 4 warps, where O is stored.
-        "With one value column the branch around the rescale reads shared memory out of range.",
-        lambda p, t, k: k.rescale_skip != "branch" or p.shape.head_dim_v > 1,
+        "carried_p_needs_columns",
+        # One H200, Triton 3.6, bf16, 64x128 on 4 warps: D1 ends in an illegal access (at the last
+        # PV, says compute-sanitizer), D2 in wrong values. The drawn problems above 16 are right.
+        "With pointer loads and few value columns, carried probabilities meet the wrong values.",
+        lambda p, t, k: k.loop != "rotate_p" or k.loads != "pointer" or p.shape.head_dim_v >= 16,
     ),
     Constraint(
         "fp32_needs_small_tiles",
@@ -172,7 +174,7 @@ def seeds(problem: Problem, target: Target) -> list[Knobs]:
         Knobs(64, 32, 8, 2, mask=mask),
         Knobs(64, 32, 8, 1, mask=mask),
     ]
-    # Best and widest spread on one H200, bf16 D128 N8192, full and causal; a cap was not timed.
+    # Best and widest spread on one H200, bf16 D128 N8192, full and causal.
     tma = [
         Knobs(128, 128, 8, 3, "tma", "plain", mask),
         Knobs(128, 128, 8, 2, "tma", "plain", mask),
