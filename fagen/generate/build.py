@@ -76,9 +76,12 @@ def _give_triton_a_folder() -> None:
 
 
 def _source(function: Any, entry: Entry) -> Any:
-    from triton.compiler import ASTSource
+    if entry.dialect == "gluon":
+        from triton.experimental.gluon._runtime import GluonASTSource as ASTSource
+    else:
+        from triton.compiler import ASTSource
 
-    types = {arg.name: arg.type for arg in entry.args}
+    types = {arg.name: _typed(arg.type, entry) for arg in entry.args}
     constants = {p.name: p.default for p in function.params if p.is_constexpr}
     names = function.arg_names
     if [n for n in names if n not in constants] != list(types):
@@ -92,6 +95,15 @@ def _source(function: Any, entry: Entry) -> Any:
     signature = {name: types.get(name, "constexpr") for name in names}
     at = {(places[name],): value for name, value in constants.items()}
     return ASTSource(function, signature, at, divisible)
+
+
+def _typed(word: str, entry: Entry) -> str:
+    """Gluon's descriptors name the layout that their tiles have in shared memory."""
+    if entry.dialect != "gluon" or not word.startswith("tensordesc"):
+        return word
+    from fagen.generate.descriptors import shared_layout
+
+    return f"{word[:-1]},{shared_layout(word)!r}>"
 
 
 def _status(error: Exception) -> Status:

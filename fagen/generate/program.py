@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from fagen.config import Config
 from fagen.problem import Problem
@@ -40,15 +40,22 @@ class Arg:
     divisible: int = 1
 
 
+Dialect = Literal["triton", "gluon"]
+
+
 @dataclass(frozen=True)
 class Entry:
-    """One kernel of a Program: its function in the module, its arguments in order, its options."""
+    """One kernel of a Program: its function in the module, its arguments in order, its options.
+
+    dialect: which of Triton's languages the function is written in.
+    """
 
     function: str
     args: tuple[Arg, ...]
     num_warps: int
     num_stages: int
     maxnreg: int | None = None
+    dialect: Dialect = "triton"
 
     @property
     def options(self) -> dict[str, int]:
@@ -83,6 +90,11 @@ class Program:
     template_digest: str
     entries: tuple[Entry, ...]
     limits: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def interpretable(self) -> bool:
+        """Triton's interpreter can run it: there is none for Gluon."""
+        return all(entry.dialect == "triton" for entry in self.entries)
 
     def why_too_large(self, sizes: Sizes) -> str | None:
         """The size that this source is not right for, as a sentence."""

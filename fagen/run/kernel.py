@@ -22,9 +22,12 @@ ALIGNED = 16  # elements: a multiple of 16 bytes in every dtype
 class Runner:
     """A Program on one device. Made by `load`; `launch` does no checking of its inputs."""
 
-    def __init__(self, program: Program, device: torch.device, kernels: list[Any]) -> None:
+    def __init__(
+        self, program: Program, target: Target, device: torch.device, kernels: list[Any]
+    ) -> None:
         self.program = program
         self.device = device
+        self._sm_count = target.sm_count
         self._family = family_of(program.config)
         self._kernels = kernels
 
@@ -71,12 +74,13 @@ class Runner:
             raise BadInput(too_large)
         knobs = self.program.config.knobs
         values = _values(q, k, v, o, lse, scale, sizes)
+        values |= self._family.scalars(self.program.problem, knobs, sizes)
         for space in self._family.workspaces(knobs, sizes):
             values[space.name] = _scratch(space, self.device, poisoned=poisoned)
         for number, (entry, kernel) in enumerate(
             zip(self.program.entries, self._kernels, strict=True)
         ):
-            grid = self._family.grid(knobs, number, sizes)
+            grid = self._family.grid(knobs, number, sizes, self._sm_count)
             kernel(grid, [_value(arg, values) for arg in entry.args])
 
 
@@ -90,8 +94,8 @@ def load(program: Program, target: Target, device: torch.device | str) -> Runner
 
     where = torch.device(device)
     if where.type == "cpu":
-        return Runner(program, where, [_interpreted(program, e) for e in program.entries])
-    return Runner(program, where, [_compiled(program, e, target) for e in program.entries])
+        return Runner(program, target, where, [_interpreted(program, e) for e in program.entries])
+    return Runner(program, target, where, [_compiled(program, e, target) for e in program.entries])
 
 
 def _compiled(program: Program, entry: Entry, target: Target) -> Any:

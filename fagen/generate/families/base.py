@@ -44,8 +44,11 @@ class Family(Protocol):
     def entries(self, problem: Problem, knobs: Any, name: str) -> tuple[Entry, ...]:
         """The kernels in launch order; `name` is the Program's."""
 
-    def grid(self, knobs: Any, entry: int, sizes: Sizes) -> tuple[int, int, int]:
-        """Launch grid of entry kernel number `entry`."""
+    def grid(self, knobs: Any, entry: int, sizes: Sizes, sm_count: int) -> tuple[int, int, int]:
+        """Launch grid of entry kernel number `entry` on a device of that many multiprocessors."""
+
+    def scalars(self, problem: Problem, knobs: Any, sizes: Sizes) -> dict[str, int]:
+        """int32 arguments of a launch, by name, beyond those that `run` knows by itself."""
 
     def workspaces(self, knobs: Any, sizes: Sizes) -> tuple[Workspace, ...]:
         """Scratch memory of one launch."""

@@ -103,9 +103,13 @@ def entries(problem: Problem, knobs: Knobs, name: str) -> tuple[Entry, ...]:
     return (Entry(name, args, knobs.num_warps, knobs.num_stages),)
 
 
-def grid(knobs: Knobs, entry: int, sizes: Sizes) -> tuple[int, int, int]:
+def grid(knobs: Knobs, entry: int, sizes: Sizes, sm_count: int) -> tuple[int, int, int]:
     sections = cdiv(sizes.seq_q, knobs.block_m * knobs.q_tiles)
     return sections * sizes.batch * sizes.heads_q, 1, 1
+
+
+def scalars(problem: Problem, knobs: Knobs, sizes: Sizes) -> dict[str, int]:
+    return {}
 
 
 def workspaces(knobs: Knobs, sizes: Sizes) -> tuple[Workspace, ...]:

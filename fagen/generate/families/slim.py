@@ -117,8 +117,12 @@ def entries(problem: Problem, knobs: Knobs, name: str) -> tuple[Entry, ...]:
     return (Entry(name, args, knobs.num_warps, 1),)
 
 
-def grid(knobs: Knobs, entry: int, sizes: Sizes) -> tuple[int, int, int]:
+def grid(knobs: Knobs, entry: int, sizes: Sizes, sm_count: int) -> tuple[int, int, int]:
     return cdiv(sizes.seq_q, knobs.block_m) * sizes.batch * sizes.heads_q, 1, 1
+
+
+def scalars(problem: Problem, knobs: Knobs, sizes: Sizes) -> dict[str, int]:
+    return {}
 
 
 def workspaces(knobs: Knobs, sizes: Sizes) -> tuple[Workspace, ...]:
