@@ -115,7 +115,7 @@ def predict_us(problem: Problem, target: Target, config: Config, built: Built | 
     sizes = Sizes.of(problem)
     if not problem.flops:
         return LAUNCH_US
-    blocks = prod(family.grid(knobs, 0, sizes, target.sm_count))
+    blocks = prod(family.grid(problem, knobs, 0, sizes, target.sm_count))
     resident = _resident_blocks(problem, target, family, knobs, built)
     resident = min(resident, cdiv(blocks, target.sm_count))  # a short grid fills no second place
     step = _step(problem, target, family, knobs, built)

@@ -20,6 +20,11 @@ class Sizes(NamedTuple):
     head_dim: int
     head_dim_v: int
 
+    @property
+    def rows_beyond_keys(self) -> int:
+        """Query rows for which there is no key of their own number."""
+        return max(0, self.seq_q - self.seq_kv)
+
     @classmethod
     def of(cls, problem: Problem) -> Sizes:
         s = problem.shape

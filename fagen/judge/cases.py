@@ -129,7 +129,9 @@ class _Room:
             Sizes(batch, heads_q, heads_kv, seq_q, seq_kv, shape.head_dim, shape.head_dim_v),
             MOST_BATCHES if self.thorough else MOST_BATCHES // 2,
         )
-        return Sizes(*(min(n, self.limits.get(f, n)) for f, n in wanted._asdict().items()))
+        held = Sizes(*(min(n, self.limits.get(f, n)) for f, n in wanted._asdict().items()))
+        rows = held.seq_kv + self.limits.get("rows_beyond_keys", held.rows_beyond_keys)
+        return held._replace(seq_q=min(held.seq_q, rows))
 
 
 def _enough(sizes: Sizes, most: int) -> Sizes:

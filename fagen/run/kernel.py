@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fagen.errors import BadInput, NoDevice
 from fagen.generate.build import compile_entry, load_module
+from fagen.generate.descriptors import block_shape, shared_layout
 from fagen.generate.families import family_of
 from fagen.generate.program import Arg, Entry, Program, Sizes, Workspace
 from fagen.target import Target
@@ -30,6 +31,13 @@ class Runner:
         self._sm_count = target.sm_count
         self._family = family_of(program.config)
         self._kernels = kernels
+
+    def _counter(self) -> Tensor:
+        import torch
+
+        if not hasattr(self, "_kept"):
+            self._kept = torch.zeros(1, dtype=torch.int32, device=self.device)
+        return self._kept
 
     def launch_poisoned(
         self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float
@@ -75,13 +83,14 @@ class Runner:
         knobs = self.program.config.knobs
         values = _values(q, k, v, o, lse, scale, sizes)
         values |= self._family.scalars(self.program.problem, knobs, sizes)
+        values["counter"] = self._counter()
         for space in self._family.workspaces(knobs, sizes):
             values[space.name] = _scratch(space, self.device, poisoned=poisoned)
         for number, (entry, kernel) in enumerate(
             zip(self.program.entries, self._kernels, strict=True)
         ):
-            grid = self._family.grid(knobs, number, sizes, self._sm_count)
-            kernel(grid, [_value(arg, values) for arg in entry.args])
+            grid = self._family.grid(self.program.problem, knobs, number, sizes, self._sm_count)
+            kernel(grid, [_value(arg, values, entry) for arg in entry.args])
 
 
 def load(program: Program, target: Target, device: torch.device | str) -> Runner:
@@ -157,20 +166,25 @@ def _values(
     return values
 
 
-def _value(arg: Arg, values: dict[str, Any]) -> Any:
-    held = values[arg.name]
-    return _descriptor(held, arg) if arg.type.startswith("tensordesc") else held
+def _value(arg: Arg, values: dict[str, Any], entry: Entry) -> Any:
+    if not arg.type.startswith("tensordesc"):
+        return values[arg.name]
+    tensor = values[{"q": "Q", "k": "K", "v": "V", "o": "O"}[arg.name[0]]]
+    return _descriptor(tensor, arg, entry)
 
 
-def _descriptor(tensor: Tensor, arg: Arg) -> Any:
+def _descriptor(tensor: Tensor, arg: Arg, entry: Entry) -> Any:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    block = arg.type[arg.type.index("[") + 1 : arg.type.index("]")]
     shape = list(tensor.shape)
     # A stride over one element is never used, may be anything, and must look aligned all the same.
     strides = [s if n > 1 else ALIGNED for n, s in zip(shape, tensor.stride(), strict=True)]
     strides[-1] = 1
-    return TensorDescriptor(tensor, shape, strides, [int(n) for n in block.split(",")])
+    block = block_shape(arg.type)
+    if entry.dialect == "gluon":
+        return GluonDescriptor(tensor, shape, strides, block, shared_layout(arg.type))
+    return TensorDescriptor(tensor, shape, strides, block)
 
 
 def _scratch(space: Workspace, device: torch.device, *, poisoned: bool) -> Tensor:

@@ -7,11 +7,11 @@ from typing import Any, cast
 
 from fagen.config import Config
 from fagen.errors import BadConfig
-from fagen.generate.families import flash, kv_outer, slim
+from fagen.generate.families import flash, flash_ws, kv_outer, slim
 from fagen.generate.families.base import Family
 
 FAMILIES: dict[str, Family] = {
-    module.NAME: cast(Family, module) for module in (flash, kv_outer, slim)
+    module.NAME: cast(Family, module) for module in (flash_ws, flash, kv_outer, slim)
 }
 
 

@@ -44,7 +44,9 @@ class Family(Protocol):
     def entries(self, problem: Problem, knobs: Any, name: str) -> tuple[Entry, ...]:
         """The kernels in launch order; `name` is the Program's."""
 
-    def grid(self, knobs: Any, entry: int, sizes: Sizes, sm_count: int) -> tuple[int, int, int]:
+    def grid(
+        self, problem: Problem, knobs: Any, entry: int, sizes: Sizes, sm_count: int
+    ) -> tuple[int, int, int]:
         """Launch grid of entry kernel number `entry` on a device of that many multiprocessors."""
 
     def scalars(self, problem: Problem, knobs: Any, sizes: Sizes) -> dict[str, int]:

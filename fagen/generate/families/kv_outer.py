@@ -103,7 +103,9 @@ def entries(problem: Problem, knobs: Knobs, name: str) -> tuple[Entry, ...]:
     return (Entry(name, args, knobs.num_warps, knobs.num_stages),)
 
 
-def grid(knobs: Knobs, entry: int, sizes: Sizes, sm_count: int) -> tuple[int, int, int]:
+def grid(
+    problem: Problem, knobs: Knobs, entry: int, sizes: Sizes, sm_count: int
+) -> tuple[int, int, int]:
     sections = cdiv(sizes.seq_q, knobs.block_m * knobs.q_tiles)
     return sections * sizes.batch * sizes.heads_q, 1, 1
 

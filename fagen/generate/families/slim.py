@@ -117,7 +117,9 @@ def entries(problem: Problem, knobs: Knobs, name: str) -> tuple[Entry, ...]:
     return (Entry(name, args, knobs.num_warps, 1),)
 
 
-def grid(knobs: Knobs, entry: int, sizes: Sizes, sm_count: int) -> tuple[int, int, int]:
+def grid(
+    problem: Problem, knobs: Knobs, entry: int, sizes: Sizes, sm_count: int
+) -> tuple[int, int, int]:
     return cdiv(sizes.seq_q, knobs.block_m) * sizes.batch * sizes.heads_q, 1, 1
 
 

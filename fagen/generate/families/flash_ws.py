@@ -1,0 +1,321 @@
+"""flash_ws: persistent, warp-specialised FlashAttention for Hopper, written in Gluon."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from fagen.generate.families.base import Constraint, knob
+from fagen.generate.families.tiling import cdiv
+from fagen.generate.program import Arg, Entry, Sizes, Workspace
+from fagen.problem import ITEM_BYTES, Problem
+from fagen.target import Target
+
+NAME = "flash_ws"
+TEMPLATE = "flash_ws.py.j2"
+
+ROWS = 64  # of a consumer group: the rows of one wgmma
+TILE_SLOTS = 4  # claimed tiles that the producer may be ahead
+# Registers at launch and of a consumer, by groups. A producer keeps 24; together they fill the
+# 65536 of a multiprocessor (12 warps of 168 and 16 of 128; with one group two blocks share it).
+REGISTERS = {1: (128, 232), 2: (168, 240), 3: (128, 160)}
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """One warp-specialised kernel."""
+
+    block_m: int = knob(128, (64, 128, 192), "query rows of a tile, 64 for each consumer group")
+    block_n: int = knob(128, (64, 128), "keys of a block")
+    slots: int = knob(2, (2, 3, 4, 6), "blocks of K and of V in flight, each costs shared memory")
+    boundary: str = knob(
+        "overlap",
+        ("overlap", "finish"),
+        "start the next tile's QK^T before this tile's last PV (twice the shared memory for Q), or "
+        "finish a tile first",
+    )
+    half_diagonal: bool = knob(
+        False, (False, True), "compute half of a block where the diagonal hides the rest"
+    )
+    ping_pong: bool = knob(False, (False, True), "groups take turns to issue their products")
+    rescale_tau: float = knob(
+        0.0, (0.0, 8.0), "keep the old maximum within this many log2 units; 0: never"
+    )
+    hold_wait: str = knob(
+        "never",
+        ("never", "steps", "boundary", "both"),
+        "where the wait for PV is held below the exponentials, at the price of register moves",
+    )
+    output: str = knob("tma", ("tma", "stores"), "O through shared memory, or in 16-byte stores")
+    section_mb: int = knob(32, (32, 64), "keys and values that a launch works on at a time, in L2")
+    claim: str = knob("late", ("late", "early"), "when a block claims its next tile")
+
+
+class Part(NamedTuple):
+    """Columns [start, start + width) of a head dim, as one tile; `suffix` of its names."""
+
+    start: int
+    width: int
+    suffix: str
+
+    @property
+    def registers(self) -> list[list[int]]:
+        """Bases of a tile held eight neighbouring columns a thread (64 rows, four warps)."""
+        wide = [[0, 1 << bit] for bit in range(5, self.width.bit_length() - 1)]
+        return [[0, 1], [0, 2], [0, 4], [8, 0], *wide]
+
+
+def parts(dim: int) -> list[Part]:
+    """A head dim as one tile, or as two where that wastes less: 96 = 64 + 32, 192 = 128 + 64."""
+    whole = max(16, 1 << (dim - 1).bit_length())
+    rest = dim - whole // 2
+    second = max(16, 1 << (rest - 1).bit_length())
+    if whole // 2 + second < whole:
+        return [Part(0, whole // 2, ""), Part(whole // 2, second, "_2")]
+    return [Part(0, whole, "")]
+
+
+def _width(dim: int) -> int:
+    return sum(part.width for part in parts(dim))
+
+
+def _groups(knobs: Knobs) -> int:
+    return knobs.block_m // ROWS
+
+
+def _q_slots(knobs: Knobs) -> int:
+    return _groups(knobs) * (2 if knobs.boundary == "overlap" else 1)
+
+
+def _registers(problem: Problem, knobs: Knobs) -> float:
+    """Of a consumer thread: O, the scores and the held probabilities (compiled: 184 at D128 and
+    block_n 128, 135 at block_n 64, 200 at D256 and block_n 64)."""
+    return (_width(problem.shape.head_dim_v) + 1.5 * knobs.block_n) / 2
+
+
+def _align(knobs: Knobs) -> int:
+    """What the first key that a tile's last rows don't see is a multiple of."""
+    return knobs.block_n if knobs.half_diagonal else ROWS
+
+
+CONSTRAINTS: tuple[Constraint, ...] = (
+    Constraint(
+        "tma_needs_alignment",
+        "Tensor descriptors need 16-byte aligned pointers and strides.",
+        lambda p, t, k: p.layout == "aligned16",
+    ),
+    Constraint(
+        "rows_fit_tile",
+        "A tile of {block_m} query rows would be mostly empty.",
+        lambda p, t, k: k.block_m <= max(ROWS, cdiv(p.shape.seq_q, ROWS) * ROWS),
+    ),
+    Constraint(
+        "registers",
+        "{block_n} keys and this head_dim_v don't fit the registers of a group.",
+        # One group is compiled within the 128 registers of the launch, not those it gets later.
+        lambda p, t, k: (
+            _registers(p, k) + 24 <= (160 if _groups(k) < 2 else REGISTERS[_groups(k)][1])
+        ),
+    ),
+    Constraint(
+        "shared_memory",
+        "{block_m}x{block_n} in {slots} slots needs more shared memory than a block has.",
+        lambda p, t, k: shared_bytes(p, k) <= t.shared_bytes // (2 if _groups(k) == 1 else 1),
+    ),
+    Constraint(
+        "half_diagonal_is_causal",
+        "Without a causal mask there is no diagonal.",
+        lambda p, t, k: not k.half_diagonal or p.features.causal != "none",
+    ),
+    Constraint(
+        "half_diagonal_halves_a_block",
+        "A group's diagonal is half a block for two groups and 128 keys only.",
+        lambda p, t, k: not k.half_diagonal or (k.block_m, k.block_n) == (128, 128),
+    ),
+    Constraint(
+        "turns_need_groups",
+        "A single group has nobody to take turns with.",
+        lambda p, t, k: not k.ping_pong or _groups(k) > 1,
+    ),
+    Constraint(
+        "skipped_blocks_fit_ring",
+        # The first group waits for blocks beyond the last group's diagonal: they must all be there.
+        "{slots} slots are too few for the blocks that a group skips.",
+        lambda p, t, k: p.features.causal == "none" or k.slots > (k.block_m - 1) // k.block_n,
+    ),
+    Constraint(
+        "tma_output_needs_alignment",
+        "Rows of O are no multiple of 16 bytes, so TMA can't store them.",
+        lambda p, t, k: (
+            k.output != "tma" or p.shape.head_dim_v * ITEM_BYTES[p.shape.dtype] % 16 == 0
+        ),
+    ),
+    Constraint(
+        "wide_stores_need_columns",
+        "16-byte stores take 32 columns of O at a time.",
+        lambda p, t, k: (
+            k.output != "stores" or all(part.width >= 32 for part in parts(p.shape.head_dim_v))
+        ),
+    ),
+    Constraint(
+        "boundary_hold_needs_boundary",
+        "Without an overlapped boundary there is no wait in it to hold.",
+        lambda p, t, k: k.boundary == "overlap" or k.hold_wait in ("never", "steps"),
+    ),
+    Constraint(
+        "sections_are_causal",
+        "Without a causal mask a head's tiles follow each other: sections change nothing.",
+        lambda p, t, k: p.features.causal != "none" or k.section_mb == 32,
+    ),
+)
+
+
+def why_unsupported(problem: Problem, target: Target) -> str | None:
+    if problem.direction != "forward":
+        return f"flash_ws computes the forward pass, not {problem.direction}."
+    if target.arch != 90:
+        return "flash_ws is for Hopper: it needs compute capability 9.0."
+    if problem.shape.dtype == "fp32":
+        return "flash_ws multiplies 16-bit operands."
+    if max(problem.shape.head_dim, problem.shape.head_dim_v) > 256:
+        return "flash_ws takes head dims up to 256."
+    return None
+
+
+def seeds(problem: Problem, target: Target) -> list[Knobs]:
+    """What was best on one H200, bf16, 16384 tokens, by head dim."""
+    half = problem.features.causal != "none"
+    wide = _width(problem.shape.head_dim) + _width(problem.shape.head_dim_v)
+    if wide <= 128:
+        return [
+            Knobs(192, 128, 3, "finish", ping_pong=True, section_mb=64 if half else 32),
+            Knobs(128, 128, 4, half_diagonal=half),
+            Knobs(192, 128, 4, "finish", ping_pong=True),
+            Knobs(192, 64, 6, hold_wait="steps"),
+            Knobs(128, 128, 4, "finish", half_diagonal=half),
+            Knobs(128, 128, 3, half_diagonal=half),
+            Knobs(64, 64, 3),
+        ]
+    if wide <= 320:
+        return [
+            Knobs(128, 128, 2, half_diagonal=half, ping_pong=True),
+            Knobs(128, 128, 2, half_diagonal=half),
+            Knobs(128, 128, 2, half_diagonal=half, hold_wait="steps", ping_pong=True),
+            Knobs(128, 128, 2, half_diagonal=half, claim="early"),
+            Knobs(128, 128, 2, "finish", half_diagonal=half),
+            Knobs(128, 128, 2, half_diagonal=half, output="stores"),
+            Knobs(128, 64, 2, "finish", output="stores"),
+            Knobs(64, 64, 2, "finish"),
+        ]
+    return [
+        Knobs(128, 64, 2, "finish", rescale_tau=8.0, output="stores"),
+        Knobs(128, 64, 2, "finish", output="stores"),
+        Knobs(128, 64, 2, "finish", rescale_tau=8.0, output="stores", ping_pong=True),
+        Knobs(128, 64, 2, "finish", rescale_tau=8.0, output="stores", section_mb=64),
+        Knobs(128, 64, 2, "finish", rescale_tau=8.0, output="stores", claim="early"),
+        Knobs(64, 64, 2, "finish", output="stores"),
+    ]
+
+
+def context(problem: Problem, knobs: Knobs) -> dict[str, Any]:
+    groups = _groups(knobs)
+    rings = [("q", _q_slots(knobs), 1), ("k", knobs.slots, groups), ("v", knobs.slots, groups)]
+    barriers = [("tile_full", TILE_SLOTS, 1), ("tile_empty", TILE_SLOTS, groups)]
+    for ring, slots, readers in rings:
+        barriers += [(f"{ring}_full", slots, 1), (f"{ring}_empty", slots, readers)]
+    return {
+        "parts": parts(problem.shape.head_dim),
+        "parts_v": parts(problem.shape.head_dim_v),
+        "groups": groups,
+        "q_slots": _q_slots(knobs),
+        "barriers": barriers,
+        "registers": REGISTERS[groups][1],
+        "gl_dtype": {"bf16": "gl.bfloat16", "fp16": "gl.float16"}[problem.shape.dtype],
+        "ptx_dtype": {"bf16": "bf16", "fp16": "f16"}[problem.shape.dtype],
+        "shift": " + seq_kv - seq_q" if problem.features.causal == "bottom_right" else "",
+    }
+
+
+def entries(problem: Problem, knobs: Knobs, name: str) -> tuple[Entry, ...]:
+    dtype = problem.shape.dtype
+
+    def descriptors(x: str, rows: int, dim: int) -> list[Arg]:
+        return [
+            Arg(f"{x}{part.suffix}_desc", f"tensordesc<{dtype}[1,1,{rows},{part.width}]>")
+            for part in parts(dim)
+        ]
+
+    dim, dim_v = problem.shape.head_dim, problem.shape.head_dim_v
+    tma_out = knobs.output == "tma"
+    # Under a bottom-right mask a tile may begin before row 0, and is then stored row by row.
+    pointer = not tma_out or problem.features.causal == "bottom_right"
+    args = (
+        Arg("counter", "*i32"),
+        *descriptors("q", ROWS, dim),
+        *descriptors("k", knobs.block_n, dim),
+        *descriptors("v", knobs.block_n, dim_v),
+        *(descriptors("o", ROWS, dim_v) if tma_out else []),
+        *([Arg("O", f"*{dtype}", 16)] if pointer else []),
+        Arg("LSE", "*fp32", 16),
+        Arg("scale_log2", "fp32"),
+        *(Arg(size, "i32") for size in ("heads_q", "group", "seq_q", "seq_kv")),
+        *(Arg(size, "i32") for size in ("end_row", "tiles_m", "tiles", "section")),
+    )
+    return (Entry(name, args, 4, 1, REGISTERS[_groups(knobs)][0], "gluon"),)
+
+
+def grid(
+    problem: Problem, knobs: Knobs, entry: int, sizes: Sizes, sm_count: int
+) -> tuple[int, int, int]:
+    places = sm_count * (2 if _groups(knobs) == 1 else 1)
+    return min(places, scalars(problem, knobs, sizes)["tiles"]), 1, 1
+
+
+def scalars(problem: Problem, knobs: Knobs, sizes: Sizes) -> dict[str, int]:
+    heads = sizes.batch * sizes.heads_q
+    causal = problem.features.causal
+    # Under a mask a tile ends where its diagonal meets the end of a block.
+    shift = sizes.seq_kv - sizes.seq_q if causal == "bottom_right" else 0
+    end = sizes.seq_q
+    if causal != "none":
+        end = cdiv(sizes.seq_q + shift, _align(knobs)) * _align(knobs) - shift
+    tiles_m = cdiv(end, knobs.block_m)
+    return {
+        "end_row": end,
+        "tiles_m": tiles_m,
+        "tiles": tiles_m * heads,
+        "section": _section(problem, knobs, sizes),
+    }
+
+
+def _section(problem: Problem, knobs: Knobs, sizes: Sizes) -> int:
+    """The most heads whose keys and values fit, of those that divide all: a ragged last section
+    costs 3 to 10 %."""
+    heads = sizes.batch * sizes.heads_q
+    row = (sizes.head_dim + sizes.head_dim_v) * ITEM_BYTES[problem.shape.dtype]
+    group = sizes.heads_q // sizes.heads_kv
+    most = max(1, knobs.section_mb * 10**6 * group // max(1, sizes.seq_kv * row))
+    return next(h for h in range(min(most, heads), 0, -1) if heads % h == 0)
+
+
+def workspaces(knobs: Knobs, sizes: Sizes) -> tuple[Workspace, ...]:
+    return ()
+
+
+def limits(knobs: Knobs) -> dict[str, int]:
+    # Half a block is enough on the diagonal only: with more rows than keys, tiles end below it.
+    return {"rows_beyond_keys": 0} if knobs.half_diagonal else {}
+
+
+def tile(knobs: Knobs) -> tuple[int, int]:
+    return knobs.block_m, knobs.block_n
+
+
+def shared_bytes(problem: Problem, knobs: Knobs) -> int:
+    item = ITEM_BYTES[problem.shape.dtype]
+    dim, dim_v = _width(problem.shape.head_dim), _width(problem.shape.head_dim_v)
+    keys = knobs.slots * knobs.block_n * (dim + dim_v)
+    rows = _q_slots(knobs) * ROWS * dim
+    out = _groups(knobs) * ROWS * dim_v if knobs.output == "tma" else 0
+    exchange = 0 if knobs.output == "tma" else 4096  # compiled: 3.3 KB above the tiles
+    return item * (keys + rows + out) + exchange + 1024
