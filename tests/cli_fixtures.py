@@ -32,7 +32,7 @@ def fagen(*words: str, env: dict[str, str] | None = None, **more: Any):
 
 
 def write_trials(trials: list[dict[str, Any]], db: str | None = None) -> list[int]:
-    """One run each with one trial: status, seq, us, reason, target. Returns the trials' ids."""
+    """One run each with one trial of these words of `_write`. Returns the trials' ids."""
     with Records.open(db, "write", config_from_dict) as records:
         return [_write(records, **trial) for trial in trials]
 
@@ -46,6 +46,7 @@ def _write(
     reason: str = "",
     error: float = 0.25,
     target: Target | None = None,
+    findings: tuple[str, ...] = (),
 ) -> int:
     problem, target = make_problem(seq, 16), target or preset("h200")
     config = next(defaults(problem, preset("h200")))
@@ -56,7 +57,7 @@ def _write(
         reason,
         program.key,
         program.template_digest,
-        built=Built("kernel.py", (KernelFacts(program.name, 1024, 64, 0),)),
+        built=Built("kernel.py", (KernelFacts(program.name, 1024, 64, 0, findings),)),
         verdict=Verdict((Check("o_max", error, 0.5),), target.name),
         timing=Timing((us,), "test") if status is Status.OK else None,
     )

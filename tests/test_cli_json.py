@@ -301,11 +301,13 @@ def test_why_names_every_field_and_whether_it_fits(capsys: pytest.CaptureFixture
 
 
 def test_show_holds_source_config_verdict_and_facts(capsys: pytest.CaptureFixture[str]):
-    write_trials([{}])
+    write_trials([{"findings": ("32 wgmma, 4 waits", "4 TMA loads")}])
     row = shown(["show", "1"], capsys)
     assert row["source_key"] == row["stored_source_key"]
     assert row["name"] in row["source"]
     assert row["facts"]["registers"] == 64
+    assert row["facts"]["findings"] == ["32 wgmma, 4 waits", "4 TMA loads"]
+    assert shown(["db", "show", "1"], capsys)["facts"] == row["facts"]
     assert row["verdict"]["checks"][0]["budget"] == 0.5
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from fagen.cli.options import ID, db_option, json_option, place_options, shape_options
-from fagen.cli.output import emit, emit_json
+from fagen.cli.output import emit, emit_json, note
 from fagen.problem import Problem
 
 
@@ -27,7 +27,8 @@ def command(
 ) -> None:
     """Print the generated source of a TRIAL, or of the kernel that a shape would get.
 
-    stdout holds the source alone, so that it can be saved and run.
+    stdout holds the source alone, so that it can be saved and run. stderr says what the compiled
+    kernel uses and what its machine code shows, where that is stored.
 
     \b
     Example:
@@ -35,7 +36,7 @@ def command(
       fagen show --seq 8192 --head-dim 128 --target h200 > kernel.py
     """
     from fagen.cli.places import target_of
-    from fagen.report.serving import source_row
+    from fagen.report.serving import source_lines, source_row
     from fagen.serve.source import source_of_problem, source_of_trial
 
     if trial is not None and problem is None:
@@ -48,3 +49,5 @@ def command(
         emit_json(source_row(shown))
     else:
         emit(shown.program.source.rstrip("\n"))
+        for line in source_lines(shown):
+            note(line)

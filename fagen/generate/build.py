@@ -46,7 +46,7 @@ def build(program: Program, target: Target) -> Built:
                 f"{target.name} has {target.shared_bytes}.",
                 Status.OUT_OF_RESOURCES,
             )
-        facts.append(lint.facts_of(compiled.asm["cubin"], entry.function, shared))
+        facts.append(lint.facts_of(compiled.asm, entry.function, shared))
     return Built(str(path), tuple(facts))
 
 

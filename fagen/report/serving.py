@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 from fagen.analysis import Cost
 from fagen.problem import Problem
 from fagen.report.plain import Row, cell, local, problem_row, tflops, verdict_row
-from fagen.report.stored import facts_row
+from fagen.report.stored import facts_lines, facts_row
 from fagen.target import Target
 
 if TYPE_CHECKING:
@@ -121,6 +121,16 @@ def source_row(shown: Shown) -> Row:
         "facts": None if record is None else facts_row(record),
         "verdict": verdict_row(shown.verdict),
     }
+
+
+def source_lines(shown: Shown) -> list[str]:
+    """What is known of a shown source beside its text, for people."""
+    if shown.record is None:
+        return []
+    lines = facts_lines(shown.record)
+    if lines and shown.changed:
+        lines.insert(0, "fagen emits another source now than when these were read:")
+    return lines
 
 
 def bench_row(

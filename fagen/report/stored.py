@@ -105,9 +105,26 @@ def facts_row(record: Record) -> Row | None:
     }
 
 
+def facts_lines(record: Record) -> list[str]:
+    """Each compiled kernel for people: what it uses, and what its machine code shows."""
+    built = record.outcome.built
+    if built is None:
+        return []
+    lines = []
+    for kernel in built.kernels:
+        lines.append(
+            f"{kernel.name}: {kernel.registers} registers, {kernel.shared_bytes} bytes of shared"
+            f" memory, {kernel.spill_bytes} bytes spilled"
+        )
+        lines += [f"  {finding}" for finding in kernel.findings]
+    return lines
+
+
 def detail_lines(record: Record) -> list[str]:
     """One trial for people; times in their own zone."""
-    row = {**record_row(record), **(facts_row(record) or {}), "gate": record.exactness}
+    facts = facts_row(record) or {}
+    facts.pop("findings", None)  # a line each, below
+    row = {**record_row(record), **facts, "gate": record.exactness}
     row["created"] = local(record.created)
     width = max(map(len, row))
     lines = [f"{name:<{width}}  {cell(value)}" for name, value in row.items()]
@@ -116,7 +133,7 @@ def detail_lines(record: Record) -> list[str]:
         f"{'ok' if c.passed else 'FAILED'}  {c.name}: {c.error:.3g} of {c.budget:.3g}"
         for c in checks
     ]
-    return [*lines, f"Source: fagen show {record.trial_id}"]
+    return [*lines, *facts_lines(record), f"Source: fagen show {record.trial_id}"]
 
 
 def localized(rows: Iterable[Row]) -> list[Row]:
