@@ -38,6 +38,14 @@ class Cost:
         return max(memory_us, self.flops / (target.tensor_tflops * 1e6))
 
 
+def roofline_us(problem: Problem, target: Target) -> float:
+    """No kernel is faster on paper: the larger of q, k, v, o and LSE passing HBM once, and the
+    two products at the tensor peak, which for fp32 is TF32's, half of bf16's."""
+    peak = target.tensor_tflops * (0.5 if problem.shape.dtype == "fp32" else 1.0)
+    memory_us = problem.io_bytes / (target.memory_gbps * 1e3)
+    return max(memory_us, problem.flops / (peak * 1e6))
+
+
 def costs(problem: Problem, target: Target, block_m: int = 128, block_n: int = 128) -> list[Cost]:
     """Standard attention and the two loop orders, at tiles of block_m x block_n."""
     return [

@@ -66,6 +66,10 @@ class NoTriton(FagenError, ImportError):
     """Triton is missing, or its version is one that fagen does not speak."""
 
 
+class MissingPackage(FagenError, ImportError):
+    """An optional package is needed for what was asked, and is not installed."""
+
+
 class DeviceBusy(FagenError):
     """Another tuner holds the GPU."""
 

@@ -1,14 +1,34 @@
-"""`fagen bench`'s race of a kernel and torch's backends, on the CPU with a clock of its own."""
+"""`fagen bench`'s race of a kernel and its peers, on the CPU with a clock of its own."""
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
 
+import pytest
+import torch
+
+from fagen.judge.calls import CallTiming
 from fagen.judge.measure import LaunchSet, MeasurePolicy, Replay
+from fagen.judge.peers import lineup
+from fagen.outcome import Timing
 from fagen.problem import make_problem
-from fagen.report.serving import race_lines, race_rows
+from fagen.report.bench import (
+    Cell,
+    bench_row,
+    best_peer,
+    cell_line,
+    grid_lines,
+    grid_table,
+    race_lines,
+    race_rows,
+    race_table,
+    rate_table,
+    ratio,
+    short,
+)
 from fagen.serve import library
-from fagen.serve.compare import KERNEL, compare
+from fagen.serve.compare import KERNEL, Comparison, compare
+from fagen.target import preset
 from serve_fixtures import FakeMachine
 
 POLICY = MeasurePolicy(warmup_ms=0.0, batch_ms=0.001, samples=1)
@@ -40,26 +60,132 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> FakeMachine:
     return fake
 
 
-def test_the_kernel_and_every_backend_are_raced_or_named_with_a_reason(machine: FakeMachine):
+def test_the_kernel_and_every_backend_are_raced_or_named_with_a_reason(
+    machine: FakeMachine, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     problem = make_problem(32, 16, heads=2, dtype="fp32", causal=True)
     raced = compare(problem, "cpu", None, policy=POLICY, rounds=3, clock=StepClock())
     entered = {*raced.timings, *raced.missing}
     assert entered >= {KERNEL}
-    for backend in ("cudnn", "flash", "efficient", "math", "eager"):
-        assert sum(backend in name for name in entered) == 1
+    assert {short(name) for name in entered} == {KERNEL, *lineup.STANDARD}
     assert any("cudnn" in name and reason for name, reason in raced.missing.items())
     assert {len(timing.samples_us) for timing in raced.timings.values()} == {3}
+    assert set(raced.calls) == set(raced.timings)
+    for timing in raced.calls.values():
+        assert len(timing.host.samples_us) == len(timing.call.samples_us) == 3
     assert len(machine.loaded) == 1
 
 
-def test_rows_of_a_race_are_fastest_first_and_relative_to_the_kernel(machine: FakeMachine):
+def test_only_the_named_backends_are_raced(machine: FakeMachine):
     problem = make_problem(32, 16, heads=2, dtype="fp32")
-    raced = compare(problem, "cpu", None, policy=POLICY, rounds=3, clock=StepClock())
+    raced = compare(
+        problem, "cpu", None, backends=["math"], policy=POLICY, rounds=2, clock=StepClock()
+    )
+    assert [short(name) for name in (*raced.timings, *raced.missing)] == [KERNEL, "math"]
+
+
+def test_a_kernel_of_the_same_bucket_is_counted_by_the_problem_that_was_asked(
+    machine: FakeMachine,
+):
+    sizes = [17, 32]  # one bucket, one remembered kernel
+    raced = [
+        compare(
+            make_problem(seq, 16, heads=2, dtype="fp32"),
+            *("cpu", None),
+            **{"backends": ["math"], "policy": POLICY, "rounds": 1, "clock": StepClock()},
+        )
+        for seq in sizes
+    ]
+    assert raced[0].kernel is raced[1].kernel
+    rates = [race_rows(one)[0]["tflops"] for one in raced]
+    assert rates[0] < rates[1]
+
+
+# What is shown of it
+
+US = {
+    KERNEL: (10.0, 11.0, 12.0),
+    "sdpa-cudnn 9.1 (torch 2)": (12.0, 11.0, 15.0),
+    "fa3 (fa3-fwd 0.0.3)": (11.0, 11.55, 12.6),
+}
+
+
+@pytest.fixture
+def raced(machine: FakeMachine) -> Comparison:
+    problem = make_problem(32, 16, heads=2, dtype="fp32", causal=True)
+    kernel = library.get(problem, device="cpu")
+    timings = {name: Timing(us, "p") for name, us in US.items()}
+    calls = {
+        name: CallTiming(Timing((3.0, 3.0, 4.0), "w"), Timing((30.0, 31.0, 32.0), "w"))
+        for name in US
+    }
+    missing = {"flex (torch 2)": "no compiler"}
+    return Comparison(problem, kernel, timings, calls, missing, "p")
+
+
+def test_rows_of_a_race_are_fastest_first_and_relative_to_the_kernel(raced: Comparison):
     rows = race_rows(raced)
-    assert [row["median_us"] for row in rows] == sorted(row["median_us"] for row in rows)
-    assert rows[0]["name"] == KERNEL and rows[0]["times_kernel"] == 1.0
-    assert rows[1]["times_kernel"] == rows[1]["median_us"] / rows[0]["median_us"]
-    assert rows[0]["tflops"] == pytest.approx(problem.flops / rows[0]["median_us"] / 1e6)
+    assert [short(row["name"]) for row in rows] == [KERNEL, "fa3", "cudnn"]
+    assert rows[0]["times_kernel"] == 1.0
+    # Of the same rounds: 1.1, 1.05, 1.05.
+    assert rows[1]["times_kernel"] == pytest.approx(1.05)
+    assert rows[1]["times_kernel_p80"] == pytest.approx(1.1)
+    assert rows[0]["tflops"] == pytest.approx(raced.problem.flops / 11.0 / 1e6)
+    assert (rows[0]["host_us"], rows[0]["call_us"]) == (3.0, 31.0)
+    assert rows[0]["samples_us"] == [10.0, 11.0, 12.0]
+    assert race_table(raced)[1]["x fagen"] == rows[1]["times_kernel"]
+
+
+def test_drift_that_hits_both_cancels():
+    assert ratio(Timing((2.0, 4.0, 8.0), "p"), Timing((1.0, 2.0, 4.0), "p")) == (2.0, 2.0, 2.0)
+
+
+def test_lines_of_a_race_name_the_best_peer_the_policy_and_the_missing(raced: Comparison):
     lines = race_lines(raced)
-    assert POLICY.name in lines[1]
-    assert len(lines) == 2 + len(raced.missing)
+    assert "Kernel time of the best peer, fa3 (fa3-fwd 0.0.3): 1.050x fagen's" in lines[1]
+    assert lines[2].startswith("Host time of the best peer")
+    assert lines[-1] == "Not measured: flex (torch 2): no compiler"
+    assert any("Kernel times by p" in line for line in lines)
+
+
+def test_json_holds_the_kernel_its_race_and_the_best_peer(raced: Comparison):
+    row = bench_row(Cell(raced.problem, (), raced), preset("h200"))
+    assert row["config"] == raced.kernel.config.to_dict()
+    assert row["best_kernel_peer"].startswith("fa3")
+    assert row["times_best_kernel"] == pytest.approx(1.05)
+    assert row["times_best_host"] == 1.0
+    assert row["missing"] == [{"name": "flex (torch 2)", "reason": "no compiler"}]
+    assert row["roofline_us"] > 0
+
+
+def test_a_kernel_that_failed_leaves_its_peers(raced: Comparison):
+    alone = replace(raced, timings={n: t for n, t in raced.timings.items() if n != KERNEL})
+    found = Cell(raced.problem, (), alone)
+    assert bench_row(found, preset("h200"))["times_best_kernel"] is None
+    assert [row["times_kernel"] for row in race_rows(alone)] == [None, None]
+    assert "fagen failed" in cell_line(found)
+    assert grid_table([found], preset("h200"))[0]["fagen us"] is None
+
+
+def test_a_grid_is_a_row_a_shape_and_its_mean(raced: Comparison):
+    slower = replace(
+        raced,
+        problem=make_problem(64, 16, heads=2, dtype="fp32"),
+        timings={**raced.timings, KERNEL: Timing((22.0, 23.1, 25.2), "p")},
+        missing={},
+    )
+    cells = [Cell(one.problem, (), one) for one in (raced, slower)]
+    cells.append(Cell(make_problem(128, 16), (), error="no memory"))
+    first, second, third = grid_table(cells, preset("h200"))
+    assert (first["best peer"], first["x fagen"]) == ("fa3", pytest.approx(1.05))
+    assert second["x fagen"] == pytest.approx(0.5)
+    assert third["fagen us"] is None
+    assert list(rate_table(cells)[0]) == ["TFLOP/s", KERNEL, "cudnn", "fa3"]
+    lines = grid_lines(cells, 4)
+    assert lines[0] == "Partial: 3 of 4 shapes."
+    assert "0.7246x fagen's, geometric mean of 2; least 0.5x at fp32 B1 H2 N64" in lines[1]
+    assert "Not measured at 1 of 2: flex (torch 2): no compiler" in lines
+    assert lines[-1] == "Failed: bf16 B1 H16 N128 D16 full: no memory"
+    assert cell_line(cells[0]) == "fagen 11 us, fa3 11.55 us, 1.050x fagen's"
+    assert best_peer({KERNEL: Timing((1.0,), "p")}) is None

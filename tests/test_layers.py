@@ -33,10 +33,12 @@ LIBRARIES: dict[str, set[str]] = {
     "fagen.generate.build": {"triton"},
     "fagen.run.": {"torch", "triton"},
     "fagen.judge.": {"torch"},
+    "fagen.judge.peers.packages": {"fa3_fwd_interface", "flash_attn"},  # optional
     "fagen.tune.search": {"optuna"},
     "fagen.tune.worker": {"torch"},  # the child that owns the GPU
     "fagen.serve.": {"torch"},
     "fagen.report": {"rich"},
+    "fagen.report.plot": {"matplotlib"},  # optional
     "fagen.cli.": {"click", "rich"},
     "tuning_db.": {"sqlalchemy", "alembic"},
 }

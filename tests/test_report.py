@@ -93,6 +93,14 @@ def test_the_least_time_is_the_larger_of_memory_and_tensor_time():
     assert replace(cost, flops=1).least_us(H200) == pytest.approx(1.0)
 
 
+def test_the_roofline_is_memory_then_compute():
+    short, long = make_problem(128, 128), make_problem(8192, 128)
+    assert analysis.roofline_us(short, H200) == pytest.approx(short.io_bytes / 4.8e6)
+    assert analysis.roofline_us(long, H200) == pytest.approx(long.flops / 989e6)
+    fp32 = make_problem(8192, 128, dtype="fp32")  # TF32 has half the rate
+    assert analysis.roofline_us(fp32, H200) == pytest.approx(2 * long.flops / 989e6)
+
+
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_the_words_of_a_problem_give_it_back(problem: Problem):
     assert make_problem(**words_of(problem)) == problem

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -87,7 +87,7 @@ def measure(
     _warm(replay, first_us, policy)
     samples, clocks = [], []
     for _ in range(policy.samples):
-        samples.append(_checked(replay()))
+        samples.append(checked(replay()))
         clocks.append(clock.clock_mhz())
         if give_up_us is not None and samples[0] > GIVE_UP * give_up_us:
             break
@@ -119,17 +119,22 @@ def race(
             if failed is None:
                 raise
             ready.pop(name, None)
-            failed[name] = _one_line(error)
+            failed[name] = one_line(error)
     samples: dict[str, list[float]] = {name: [] for name in ready}
     clocks: dict[str, list[int | None]] = {name: [] for name in ready}
-    names = list(ready)
-    for turn in range(rounds):
-        at = turn % max(len(names), 1)
-        for name in names[at:] + names[:at]:
-            ready[name]()  # untimed: the caches and clocks of the one before are not its own
-            samples[name].append(_checked(ready[name]()))
-            clocks[name].append(clock.clock_mhz())
-    return {name: _timing(samples[name], clocks[name], policy) for name in names if samples[name]}
+    for name in turns(ready, rounds):
+        ready[name]()  # untimed: the caches and clocks of the one before are not its own
+        samples[name].append(checked(ready[name]()))
+        clocks[name].append(clock.clock_mhz())
+    return {name: _timing(samples[name], clocks[name], policy) for name in ready if samples[name]}
+
+
+def turns(names: Iterable[str], rounds: int) -> Iterator[str]:
+    """Every name once a round, the order rotated by one from round to round."""
+    ring = list(names)
+    for turn in range(rounds if ring else 0):
+        at = turn % len(ring)
+        yield from ring[at:] + ring[:at]
 
 
 def impossible(
@@ -186,7 +191,7 @@ def _sized_batch(
     """A batch of about policy.batch_ms, a multiple of the sets long; and the time it goes by."""
     short = clock.batch(launch, sets, sets)
     short()
-    first_us = _checked(short())
+    first_us = checked(short())
     wanted = math.ceil(policy.batch_ms * 1e3 / first_us / sets) * sets
     most = max(MOST_LAUNCHES // sets, 1) * sets
     launches = max(sets, min(wanted, most))
@@ -200,7 +205,8 @@ def _warm(replay: Replay, first_us: float, policy: MeasurePolicy) -> None:
         replay()
 
 
-def _checked(us: float) -> float:
+def checked(us: float) -> float:
+    """The same time. Raises MeasureError for one that can't be."""
     if not math.isfinite(us) or us <= 0:
         raise MeasureError(f"A launch was timed at {us} us.", "That is a fault of the timing.")
     return us
@@ -223,6 +229,7 @@ def _least_bytes(problem: Problem) -> int:
     return (reads * item if problem.visible_pairs else 0) + writes
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """An error as the reason why a contestant was left out."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
@@ -63,6 +64,11 @@ def verdict_row(verdict: Verdict | None) -> Row | None:
         for c in verdict.checks
     ]
     return {"passed": verdict.passed, "where": verdict.where, "checks": checks}
+
+
+def missing_rows(missing: Mapping[str, str]) -> list[Row]:
+    """Peers that were not timed, with the reason."""
+    return [{"name": name, "reason": reason} for name, reason in missing.items()]
 
 
 def tflops(problem: Problem, time_us: float | None) -> float | None:

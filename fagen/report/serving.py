@@ -1,19 +1,15 @@
-"""Rows and lines of `fagen why`, `show`, `bench` and `doctor`."""
+"""Rows and lines of `fagen why`, `show` and `doctor`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from fagen.analysis import Cost
-from fagen.problem import Problem
-from fagen.report.plain import Row, cell, local, problem_row, tflops, verdict_row
+from fagen.report.plain import Row, cell, local, problem_row, verdict_row
 from fagen.report.stored import facts_lines, facts_row
-from fagen.target import Target
 
 if TYPE_CHECKING:
     from fagen.doctor import Finding
-    from fagen.serve.compare import Comparison
     from fagen.serve.explain import Explanation
     from fagen.serve.source import Shown
 
@@ -22,46 +18,6 @@ def finding_rows(findings: Iterable[Finding]) -> list[Row]:
     return [
         {"name": f.name, "state": f.state, "text": f.text, "next_step": f.next_step}
         for f in findings
-    ]
-
-
-def cost_rows(costs: Iterable[Cost], target: Target) -> list[Row]:
-    """The analysis of `fagen bench`, on a target's peak rates."""
-    return [
-        {
-            "form": cost.form,
-            "flops": cost.flops,
-            "flops_per_byte": cost.flops_per_byte,
-            "extra_bytes": cost.extra_bytes,
-            "asked_bytes": cost.asked_bytes,
-            "hbm_bytes": cost.hbm_bytes,
-            "least_us": cost.least_us(target),
-        }
-        for cost in costs
-    ]
-
-
-def cost_table(costs: Sequence[Cost], target: Target) -> list[Row]:
-    return [
-        {
-            "form": cost.form,
-            "GFLOP": cost.flops / 1e9,
-            "extra MiB": cost.extra_bytes / 2**20,
-            "asked MiB": cost.asked_bytes / 2**20,
-            "HBM MiB": cost.hbm_bytes / 2**20,
-            "FLOP/byte": cost.flops_per_byte,
-            "least us": cost.least_us(target),
-        }
-        for cost in costs
-    ]
-
-
-def cost_lines(problem: Problem, target: Target) -> list[str]:
-    """The heading of the analysis."""
-    ridge = target.tensor_tflops * 1e3 / target.memory_gbps
-    return [
-        f"On paper: {problem}; q, k, v, o and LSE take {problem.io_bytes / 2**20:.4g} MiB.",
-        f"{target} turns from memory to compute bound at {ridge:.0f} FLOP a byte of HBM.",
     ]
 
 
@@ -131,50 +87,3 @@ def source_lines(shown: Shown) -> list[str]:
     if lines and shown.changed:
         lines.insert(0, "fagen emits another source now than when these were read:")
     return lines
-
-
-def bench_row(
-    problem: Problem, target: Target, costs: Sequence[Cost], raced: Comparison | None
-) -> Row:
-    """`fagen bench --json`; `raced` and `missing` are empty where nothing could be timed."""
-    return {
-        **problem_row(problem),
-        "target": target.name,
-        "flops": problem.flops,
-        "least_bytes": problem.io_bytes,
-        "analysis": cost_rows(costs, target),
-        "raced": [] if raced is None else race_rows(raced),
-        "missing": [] if raced is None else missing_rows(raced.missing),
-        "measure_policy": None if raced is None else raced.policy,
-    }
-
-
-def race_rows(raced: Comparison) -> list[Row]:
-    """The kernel and its peers, fastest first. times_kernel: above 1 is slower than fagen."""
-    problem, base = raced.kernel.problem, raced.timings.get("fagen")
-    rows = [
-        {
-            "name": name,
-            "median_us": timing.median_us,
-            "p20_us": timing.p20_us,
-            "p80_us": timing.p80_us,
-            "tflops": tflops(problem, timing.median_us),
-            "times_kernel": None if base is None else timing.median_us / base.median_us,
-        }
-        for name, timing in raced.timings.items()
-    ]
-    return sorted(rows, key=lambda row: cast("float", row["median_us"]))
-
-
-def race_table(raced: Comparison) -> list[Row]:
-    return race_rows(raced)
-
-
-def race_lines(raced: Comparison) -> list[str]:
-    """Who fagen's entry is, how it was timed, and who is missing."""
-    lines = [f"fagen is {raced.kernel!r}", f"Timed by {raced.policy}, in interleaved rounds."]
-    return [*lines, *(f"Not measured: {name}: {why}" for name, why in raced.missing.items())]
-
-
-def missing_rows(missing: Mapping[str, str]) -> list[Row]:
-    return [{"name": name, "reason": reason} for name, reason in missing.items()]

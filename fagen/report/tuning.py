@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from fagen.report.plain import Row, problem_row, shortened, tflops, verdict_row
-from fagen.report.serving import missing_rows
+from fagen.report.plain import (
+    Row,
+    missing_rows,
+    problem_row,
+    shortened,
+    tflops,
+    verdict_row,
+)
 from fagen.serve.inputs import get_call, tune_command
 
 if TYPE_CHECKING:

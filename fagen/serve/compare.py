@@ -1,10 +1,13 @@
-"""A shape's kernel raced against torch's own attention on this machine, interleaved."""
+"""A shape's kernel raced against its peers on this machine, by kernel time and by call time."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
+from fagen.judge.calls import Caller, CallTiming, race_calls
 from fagen.judge.measure import LaunchSet, MeasurePolicy, race
 from fagen.outcome import Timing
 from fagen.problem import Problem
@@ -13,21 +16,27 @@ from fagen.serve.library import get
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
     from fagen.judge.measure import Clock
-    from fagen.judge.peers import Peer
+    from fagen.judge.peers.base import Peer
+    from fagen.judge.peers.lineup import Inputs
 
-ROUNDS = 15
+ROUNDS = 11
 KERNEL = "fagen"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """timings by name, the kernel's as KERNEL; missing: who could not run, with the reason."""
+    """Times by name, the kernel's as KERNEL; missing: who could not run, with the reason.
 
+    timings: kernel times, taken by `policy`; calls: call times. Sample i of all in one of them
+    was taken in round i.
+    """
+
+    problem: Problem
     kernel: Kernel
     timings: dict[str, Timing]
+    calls: dict[str, CallTiming]
     missing: dict[str, str]
     policy: str
 
@@ -37,59 +46,44 @@ def compare(
     device: str | torch.device | None,
     db: str | None,
     *,
+    backends: Sequence[str] | None = None,
     policy: MeasurePolicy | None = None,
     rounds: int = ROUNDS,
     clock: Clock | None = None,
 ) -> Comparison:
-    """Kernel and peers in turns, on rotating inputs. Raises NoDevice."""
+    """Kernel and peers in turns: kernel time on rotating inputs, then call time on one set.
+
+    backends: keys of peers, by default `peers.STANDARD`. Raises NoDevice.
+    """
     import torch
 
-    from fagen.judge.peers import peers
+    from fagen.judge.peers import STANDARD, draw_inputs, peers
     from fagen.serve.place import place_of
 
     policy = policy or MeasurePolicy()
     place = place_of(device, None, db)
     kernel = get(problem, device=place.device, db=db)
-    assert place.device is not None
+    where = place.device
+    assert where is not None
+    failed: dict[str, str] = {}
     with torch.no_grad():
-        found, missing = peers(problem, place.device)
-        sets = [
-            _inputs(problem, place.device, seed)
-            for seed in range(policy.input_sets(problem, place.target.l2_bytes))
-        ]
-        contestants = {KERNEL: _kernel_launch(kernel, sets)}
-        contestants |= {name: _peer_launch(peer, problem, sets) for name, peer in found.items()}
-        failed: dict[str, str] = {}
+        count = policy.input_sets(problem, place.target.l2_bytes)
+        sets = [draw_inputs(problem, where, seed) for seed in range(count)]
+        chosen = STANDARD if backends is None else backends
+        found, missing = peers(problem, where, chosen, sets[0])
+        launches = {KERNEL: _kernel_launch(kernel, sets)}
+        launches |= {name: _peer_launch(peer, problem, sets) for name, peer in found.items()}
         timings = race(
-            contestants,
-            policy,
-            rounds,
-            device=place.device,
-            sets=len(sets),
-            clock=clock,
-            failed=failed,
+            launches, policy, rounds, device=where, sets=count, clock=clock, failed=failed
         )
-    return Comparison(kernel, timings, {**missing, **failed}, policy.name)
+        callers = {KERNEL: Caller(partial(kernel, *sets[0]))}
+        callers |= {name: _peer_caller(peer, problem, sets[0]) for name, peer in found.items()}
+        callers = {name: caller for name, caller in callers.items() if name in timings}
+        calls = race_calls(callers, rounds, device=where, failed=failed)
+    return Comparison(problem, kernel, timings, calls, {**missing, **failed}, policy.name)
 
 
-def _inputs(problem: Problem, device: torch.device, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    import torch
-
-    s = problem.shape
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[s.dtype]
-    dice = torch.Generator(device).manual_seed(seed)
-    q, k, v = (
-        torch.randn(size, generator=dice, device=device, dtype=dtype)
-        for size in (
-            (s.batch, s.heads_q, s.seq_q, s.head_dim),
-            (s.batch, s.heads_kv, s.seq_kv, s.head_dim),
-            (s.batch, s.heads_kv, s.seq_kv, s.head_dim_v),
-        )
-    )
-    return q, k, v
-
-
-def _kernel_launch(kernel: Kernel, sets: list[tuple[Tensor, Tensor, Tensor]]) -> LaunchSet:
+def _kernel_launch(kernel: Kernel, sets: list[Inputs]) -> LaunchSet:
     kernel(*sets[0])  # makes what these tensors need, before any graph is captured
 
     def launch(number: int) -> None:
@@ -98,12 +92,14 @@ def _kernel_launch(kernel: Kernel, sets: list[tuple[Tensor, Tensor, Tensor]]) ->
     return launch
 
 
-def _peer_launch(
-    peer: Peer, problem: Problem, sets: list[tuple[Tensor, Tensor, Tensor]]
-) -> LaunchSet:
+def _peer_launch(peer: Peer, problem: Problem, sets: list[Inputs]) -> LaunchSet:
     scale = problem.shape.head_dim**-0.5
 
     def launch(number: int) -> None:
         peer(*sets[number], scale)
 
     return launch
+
+
+def _peer_caller(peer: Peer, problem: Problem, inputs: Inputs) -> Caller:
+    return Caller(partial(peer.attend, *inputs, problem.shape.head_dim**-0.5), peer.pin)
