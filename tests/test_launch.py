@@ -188,6 +188,7 @@ def test_what_is_not_known_goes_through_triton(
     kernel: FakeKernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launching, "_descriptor", lambda tensor, extent, block: (tensor, block))
+    kernel.through.clear()
     found = made(kernel)
     assert isinstance(found, ThroughTriton) and found.path == "triton"
     found.bind(settled())(HELD, 0.5, 99)
