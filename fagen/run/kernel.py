@@ -90,15 +90,14 @@ class Runner:
         """
         sizes = sizes_of(q, k, v)
         if sizes.batch * sizes.heads_q * sizes.seq_q == 0:
-            return Prepared((), (), self.device, self._stream, None)
+            return Prepared((), (), self)
         if sizes.seq_kv == 0:  # nothing to see: no tile, and no descriptor of a length of zero
-            return Prepared((_blank,), (), self.device, self._stream, None)
+            return Prepared((_blank,), (), self)
         too_large = self.program.why_too_large(sizes)
         if too_large is not None:
             raise BadInput(too_large)
         spaces = self._family.workspaces(self.program.config.knobs, sizes)
-        steps = self._steps(q, k, v, sizes, spaces)
-        return Prepared(steps, spaces, self.device, self._stream, self._counters)
+        return Prepared(self._steps(q, k, v, sizes, spaces), spaces, self)
 
     def _steps(
         self, q: Tensor, k: Tensor, v: Tensor, sizes: Sizes, spaces: tuple[Workspace, ...]
@@ -136,15 +135,14 @@ class Prepared:
         self,
         steps: tuple[Step, ...],
         spaces: tuple[Workspace, ...],
-        device: torch.device,
-        stream: Callable[[], int],
-        counters: Counters | None,
+        runner: Runner,
     ) -> None:
+        self.paths = runner.paths
         self._steps = steps
         self._spaces = spaces
-        self._device = device
-        self._stream = stream
-        self._counters = counters
+        self._device = runner.device
+        self._stream = runner._stream
+        self._counters = runner._counters
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, /
