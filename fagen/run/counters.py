@@ -6,8 +6,9 @@ Launches that may run side by side must not:
 - Eager launches on one stream run one after another, so each kernel has one counter a stream. It
   is zeroed on that stream when it is made, ahead of its first launch. It belongs to one kernel, so
   that a faulty one, which leaves it at something else, spoils nobody but itself, and the gate
-  sees that. CUDA's per-thread default stream is one handle for many streams: there, the thread
-  is part of the key.
+  sees that. A stream is known by its handle. CUDA's per-thread default stream is one handle for
+  many streams: there, the thread is part of the key. torch never destroys its streams; one of
+  somebody else's that is destroyed under a running kernel may pass its handle on too early.
 - A captured launch may be replayed at any time on any stream, beside eager launches and beside
   other graphs, but never beside itself: CUDA runs a graph's replays one after another. So every
   captured launch gets a slot that is never given out again, of a pool that was zeroed before.
