@@ -11,6 +11,7 @@ from fagen.errors import BadInput, NoDevice
 from fagen.generate.program import Sizes
 from fagen.run.cuda import allocate, current_device
 from fagen.serve import inputs
+from fagen.serve.alike import Alike, alike
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +60,11 @@ class Choose(Protocol):
 
 
 class _Plan(NamedTuple):
-    """All that one kind of call needs. `device` is the CUDA device's index, None on the CPU."""
+    """All that one kind of call needs, and how to tell that kind.
+
+    device: the CUDA device's index, None on the CPU.
+    alike, aligned, positive: what the tensors, their addresses and the scale are.
+    """
 
     launch: Launch
     new_o: Callable[[], Tensor]
@@ -67,6 +72,9 @@ class _Plan(NamedTuple):
     scale: float
     device: int | None
     current_device: Callable[[], int]
+    alike: Alike
+    aligned: bool
+    positive: bool
 
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, return_lse: bool
@@ -91,7 +99,7 @@ class Kernel:
     _choose: Choose = field(repr=False)
     _twins: dict[Any, Chosen] = field(default_factory=dict, repr=False)
     _plans: dict[Any, _Plan] = field(default_factory=dict, repr=False)
-    _last: tuple[Any, _Plan] | None = field(default=None, repr=False)
+    _last: _Plan | None = field(default=None, repr=False)
 
     def __call__(
         self,
@@ -152,48 +160,42 @@ class Kernel:
         return [*words, *self.chosen.notes]
 
     def _plan(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> _Plan:
-        # Whatever a plan depends on is in the key, as plain attributes: reading those is what this
-        # costs. The plan of the last call comes first, since to compare is cheaper than to hash.
-        key = (
-            q.shape,
-            k.shape,
-            v.shape,
-            q.stride(),
-            k.stride(),
-            v.stride(),
-            q.dtype,
-            k.dtype,
-            v.dtype,
-            q.device,
-            k.device,
-            v.device,
-            (q.data_ptr() | k.data_ptr() | v.data_ptr()) % inputs.ALIGNMENT == 0,
-            scale is None or scale > 0,
-        )
+        aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) % inputs.ALIGNMENT == 0
+        positive = scale is None or scale > 0
         if q.requires_grad or k.requires_grad or v.requires_grad:
-            inputs.shape_of(q, k, v)
             inputs.check_gradients(q, k, v)  # whether gradients are on is asked at each such call
         last = self._last
-        if last is not None and last[0] == key:
-            return last[1]
+        if (
+            last is not None
+            and last.aligned is aligned
+            and last.positive is positive
+            and last.alike(q, k, v)
+        ):
+            return last
+        # Whatever a plan depends on is in the key, as plain attributes.
+        key = (
+            *(q.shape, q.stride(), q.dtype, q.device),
+            *(k.shape, k.stride(), k.dtype, k.device),
+            *(v.shape, v.stride(), v.dtype, v.device),
+            *(aligned, positive),
+        )
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._make_plan(q, k, v, scale)
+            plan = self._make_plan(q, k, v, aligned, positive)
             if len(self._plans) >= MOST_PLANS:
                 self._plans.clear()
             self._plans[key] = plan
-        self._last = key, plan
+        self._last = plan
         return plan
 
-    def _make_plan(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> _Plan:
+    def _make_plan(self, q: Tensor, k: Tensor, v: Tensor, aligned: bool, positive: bool) -> _Plan:
         import torch
 
         shape = inputs.shape_of(q, k, v)
         inputs.check_promise(self.problem, shape)
         self._check_device(q)
-        any_scale = scale is not None and not scale > 0
         chosen = self._chosen_for(
-            inputs.problem_like(self.problem, shape, inputs.layout_of(q, k, v), any_scale)
+            inputs.problem_like(self.problem, shape, inputs.layout_of(q, k, v), not positive)
         )
         assert chosen.prepare is not None
         rows = (shape.batch, shape.heads_q, shape.seq_q)
@@ -204,6 +206,9 @@ class Kernel:
             1 / math.sqrt(shape.head_dim),
             q.device.index if q.is_cuda else None,
             current_device(),
+            alike(q, k, v),
+            aligned,
+            positive,
         )
 
     def _check_device(self, q: Tensor) -> None:
