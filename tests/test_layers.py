@@ -31,6 +31,7 @@ LIBRARIES: dict[str, set[str]] = {
     "fagen.target": {"torch"},
     "fagen.generate.render": {"jinja2"},
     "fagen.generate.build": {"triton"},
+    "fagen.generate.descriptors": {"triton"},
     "fagen.run.": {"torch", "triton"},
     "fagen.judge.": {"torch"},
     "fagen.judge.peers.packages": {"fa3_fwd_interface", "flash_attn"},  # optional

@@ -9,6 +9,8 @@ import sqlite3
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -693,7 +695,7 @@ def test_ten_thousand_calls_ask_the_database_nothing():
         kernel(q, k, v)
         assert statements  # the first call did ask
         statements.clear()
-        kernel._plans = {key: p._replace(launch=_nothing) for key, p in kernel._plans.items()}
+        _without_launches(kernel)
         for _ in range(10_000):
             kernel(q, k, v)
             fagen.get(q, k, v)
@@ -707,7 +709,7 @@ def test_a_call_costs_the_host_little_more_than_its_allocations():
     q, k, v = tensors(seq=4)
     kernel = fagen.get(q, k, v)
     kernel(q, k, v)
-    kernel._plans = {key: p._replace(launch=_nothing) for key, p in kernel._plans.items()}
+    _without_launches(kernel)
 
     def call_us() -> float:
         start = time.perf_counter()
@@ -718,8 +720,58 @@ def test_a_call_costs_the_host_little_more_than_its_allocations():
     assert min(call_us() for _ in range(10)) < 50  # 9 us on an idle core, 5 of them torch.empty
 
 
+def _without_launches(kernel: fagen.Kernel) -> None:
+    """What is left is the cost of a call on the host."""
+    kernel._plans = {key: p._replace(launch=_nothing) for key, p in kernel._plans.items()}
+    kernel._last = None
+
+
 def _nothing(*_args: object) -> None:
     """A launch that does nothing."""
+
+
+def test_a_call_runs_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch):
+    entered: list[int] = []
+
+    @contextmanager
+    def device(index: int) -> Iterator[None]:
+        entered.append(index)
+        yield
+
+    monkeypatch.setattr("torch.cuda.device", device)
+    q, k, v = tensors(seq=4)
+    kernel = fagen.get(q, k, v)
+    right = kernel(q, k, v)
+    assert entered == []
+    assert kernel._last is not None
+    plan = kernel._last
+    for current in (1, 0):
+        kernel._last = plan._replace(device=1, current_device=lambda at=current: at)
+        assert torch.equal(kernel(q, k, v), right)
+    assert entered == [1]
+
+
+def test_what_a_call_depends_on_is_seen_at_every_call(machine: FakeMachine):
+    q, k, v = tensors(seq=8)
+    kernel = fagen.get(q, k, v)
+    right = kernel(q, k, v)
+    assert len(machine.loaded) == 1
+    room = torch.zeros(q.numel() + 1)
+    off = room[1:].view(q.shape).copy_(q)  # the same sizes and strides, at an odd address
+    assert torch.equal(kernel(off, k, v), right)
+    assert [r.program.problem.layout for r in machine.loaded] == ["aligned16", "any"]
+    wide = torch.zeros(*q.shape[:3], 2 * q.shape[3])
+    wide[..., ::2] = q
+    assert torch.equal(kernel(wide[..., ::2], k, v), right)
+    assert torch.equal(kernel(q, k, v), right)
+    assert [len(r.launches) for r in machine.loaded] == [2, 2]
+    v.requires_grad_()
+    with pytest.raises(BadInput, match="requires grad"):
+        kernel(q, k, v)
+    v.requires_grad_(False)
+    with pytest.raises(BadInput, match="differ in dtype"):
+        kernel(q, k.half(), v)
+    assert torch.equal(kernel(q, k, v), right)
 
 
 # R05

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from fagen.errors import BadInput, NoDevice
 from fagen.generate.build import compile_entry, load_module
-from fagen.generate.descriptors import block_shape, shared_layout
 from fagen.generate.families import family_of
-from fagen.generate.program import Arg, Entry, Program, Sizes, Workspace
+from fagen.generate.program import Entry, Program, Sizes, Workspace
+from fagen.run.arguments import (
+    COUNTER,
+    TENSORS,
+    Settled,
+    extents_of,
+    numbers_of,
+    sizes_of,
+)
+from fagen.run.counters import Counters
+from fagen.run.cuda import current_stream
+from fagen.run.launch import Launchable, Step, ThroughTriton, launchable
 from fagen.target import Target
 
 if TYPE_CHECKING:
@@ -17,37 +29,39 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LOG2_E = math.log2(math.e)
-ALIGNED = 16  # elements: a multiple of 16 bytes in every dtype
+MOST_PREPARED = 256  # kept by `launch`; varied lengths must not grow the process
+
+# launch(q, k, v, o, lse, scale)
+Launch = Callable[["Tensor", "Tensor", "Tensor", "Tensor", "Tensor", float], None]
 
 
 class Runner:
-    """A Program on one device. Made by `load`; `launch` does no checking of its inputs."""
+    """A Program on one device, made by `load`. Does no checking of its inputs.
+
+    A CUDA device must be the current one at every call.
+    """
 
     def __init__(
-        self, program: Program, target: Target, device: torch.device, kernels: list[Any]
+        self,
+        program: Program,
+        target: Target,
+        device: torch.device,
+        kernels: list[Launchable],
     ) -> None:
         self.program = program
         self.device = device
         self._sm_count = target.sm_count
         self._family = family_of(program.config)
         self._kernels = kernels
+        self._stream = current_stream(device)
+        counts = any(arg.name == COUNTER for entry in program.entries for arg in entry.args)
+        self._counters = Counters(device) if counts else None
+        self._prepared: dict[Any, Prepared] = {}
 
-    def _counter(self) -> Tensor:
-        import torch
-
-        if not hasattr(self, "_kept"):
-            self._kept = torch.zeros(1, dtype=torch.int32, device=self.device)
-        return self._kept
-
-    def launch_poisoned(
-        self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float
-    ) -> None:
-        """`launch` with NaN in its scratch memory: what the gate runs.
-
-        Fresh memory often still holds what an earlier launch of the same kernel left there, and
-        a kernel that forgets to write its state would be right by luck.
-        """
-        self._launch(q, k, v, o, lse, scale, poisoned=True)
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """How each entry kernel is launched: "direct", "triton" or "interpreter"."""
+        return tuple(kernel.path for kernel in self._kernels)
 
     def launch(
         self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float
@@ -57,9 +71,86 @@ class Runner:
         q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv) of the program's dtype, head sizes
         and layout class; zero sizes are legal. Raises BadInput for a size above program.limits.
         """
-        self._launch(q, k, v, o, lse, scale, poisoned=False)
+        self._kept(q, k, v)(q, k, v, o, lse, scale)
 
-    def _launch(
+    def launch_poisoned(
+        self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float
+    ) -> None:
+        """`launch` with NaN in its scratch memory: what the gate runs.
+
+        Fresh memory often still holds what an earlier launch of the same kernel left there, and
+        a kernel that forgets to write its state would be right by luck.
+        """
+        self._kept(q, k, v).run(q, k, v, o, lse, scale, poisoned=True)
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor) -> Prepared:
+        """`launch` for tensors of just these sizes and strides, at other addresses and scales.
+
+        Raises BadInput for a size above program.limits.
+        """
+        sizes = sizes_of(q, k, v)
+        if sizes.batch * sizes.heads_q * sizes.seq_q == 0:
+            return Prepared((), (), self)
+        if sizes.seq_kv == 0:  # nothing to see: no tile, and no descriptor of a length of zero
+            return Prepared((_blank,), (), self)
+        too_large = self.program.why_too_large(sizes)
+        if too_large is not None:
+            raise BadInput(too_large)
+        spaces = self._family.workspaces(self.program.config.knobs, sizes)
+        return Prepared(self._steps(q, k, v, sizes, spaces), spaces, self)
+
+    def _steps(
+        self, q: Tensor, k: Tensor, v: Tensor, sizes: Sizes, spaces: tuple[Workspace, ...]
+    ) -> tuple[Step, ...]:
+        knobs = self.program.config.knobs
+        numbers = numbers_of(q, k, v, sizes)
+        numbers |= self._family.scalars(self.program.problem, knobs, sizes)
+        names = (*TENSORS, *(space.name for space in spaces), COUNTER)
+        places = {name: place for place, name in enumerate(names)}
+        extents = extents_of(q, k, v, sizes)
+        grids = (
+            self._family.grid(self.program.problem, knobs, number, sizes, self._sm_count)
+            for number in range(len(self._kernels))
+        )
+        return tuple(
+            kernel.bind(Settled(grid, numbers, places, extents))
+            for kernel, grid in zip(self._kernels, grids, strict=True)
+        )
+
+    def _kept(self, q: Tensor, k: Tensor, v: Tensor) -> Prepared:
+        key = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride())
+        prepared = self._prepared.get(key)
+        if prepared is None:
+            prepared = self.prepare(q, k, v)
+            if len(self._prepared) >= MOST_PREPARED:
+                self._prepared.clear()
+            self._prepared[key] = prepared
+        return prepared
+
+
+class Prepared:
+    """A launch whose grid, sizes and strides are settled; see `Runner.prepare`."""
+
+    def __init__(
+        self,
+        steps: tuple[Step, ...],
+        spaces: tuple[Workspace, ...],
+        runner: Runner,
+    ) -> None:
+        self.paths = runner.paths
+        self._steps = steps
+        self._spaces = spaces
+        self._device = runner.device
+        self._stream = runner._stream
+        self._counters = runner._counters
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, /
+    ) -> None:
+        """`Runner.launch`."""
+        self.run(q, k, v, o, lse, scale, poisoned=False)
+
+    def run(
         self,
         q: Tensor,
         k: Tensor,
@@ -70,27 +161,17 @@ class Runner:
         *,
         poisoned: bool,
     ) -> None:
-        sizes = _sizes(q, k, v)
-        if o.numel() == 0 and lse.numel() == 0:
-            return
-        if sizes.seq_kv == 0:  # nothing to see: no tile, and no descriptor of a length of zero
-            o.zero_()
-            lse.fill_(float("-inf"))
-            return
-        too_large = self.program.why_too_large(sizes)
-        if too_large is not None:
-            raise BadInput(too_large)
-        knobs = self.program.config.knobs
-        values = _values(q, k, v, o, lse, scale, sizes)
-        values |= self._family.scalars(self.program.problem, knobs, sizes)
-        values["counter"] = self._counter()
-        for space in self._family.workspaces(knobs, sizes):
-            values[space.name] = _scratch(space, self.device, poisoned=poisoned)
-        for number, (entry, kernel) in enumerate(
-            zip(self.program.entries, self._kernels, strict=True)
-        ):
-            grid = self._family.grid(self.program.problem, knobs, number, sizes, self._sm_count)
-            kernel(grid, [_value(arg, values, entry) for arg in entry.args])
+        """`Runner.launch`, or with `poisoned` `Runner.launch_poisoned`."""
+        tensors: tuple[Tensor, ...] = (q, k, v, o, lse)
+        if self._spaces:
+            scratch = (_scratch(s, self._device, poisoned=poisoned) for s in self._spaces)
+            tensors = (*tensors, *scratch)
+        stream = self._stream()
+        if self._counters is not None:
+            tensors = (*tensors, self._counters.take(stream))
+        scale_log2 = scale * LOG2_E
+        for step in self._steps:
+            step(tensors, scale_log2, stream)
 
 
 def load(program: Program, target: Target, device: torch.device | str) -> Runner:
@@ -104,22 +185,28 @@ def load(program: Program, target: Target, device: torch.device | str) -> Runner
     where = torch.device(device)
     if where.type == "cpu":
         return Runner(program, target, where, [_interpreted(program, e) for e in program.entries])
-    return Runner(program, target, where, [_compiled(program, e, target) for e in program.entries])
+    with _current(where):
+        where = torch.device(where.type, torch.cuda.current_device())
+        kernels = [_compiled(program, entry, target, where) for entry in program.entries]
+        return Runner(program, target, where, kernels)
 
 
-def _compiled(program: Program, entry: Entry, target: Target) -> Any:
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton loads machine code on the current device."""
+    import torch
+
+    return nullcontext() if device.index is None else torch.cuda.device(device)
+
+
+def _compiled(program: Program, entry: Entry, target: Target, device: torch.device) -> Launchable:
     kernel = compile_entry(program, entry, target)
     function = getattr(load_module(program), entry.function)
     constants = [p.default for p in function.params if p.is_constexpr]
     kernel._init_handles()  # loads the cubin now, so that running out of resources shows here
-
-    def run(grid: tuple[int, int, int], args: list[Any]) -> None:
-        kernel[grid](*args, *constants)
-
-    return run
+    return launchable(kernel, entry, constants, device)
 
 
-def _interpreted(program: Program, entry: Entry) -> Any:
+def _interpreted(program: Program, entry: Entry) -> ThroughTriton:
     from triton import knobs
 
     if not knobs.runtime.interpret:
@@ -132,59 +219,14 @@ def _interpreted(program: Program, entry: Entry) -> Any:
     def run(grid: tuple[int, int, int], args: list[Any]) -> None:
         function[grid](*args)
 
-    return run
+    return ThroughTriton(entry.args, run, "interpreter")
 
 
-def _sizes(q: Tensor, k: Tensor, v: Tensor) -> Sizes:
-    batch, heads_q, seq_q, dim = q.shape
-    return Sizes(batch, heads_q, k.shape[1], seq_q, k.shape[2], dim, v.shape[3])
-
-
-def _values(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, sizes: Sizes
-) -> dict[str, Any]:
-    """What each argument name of a generated kernel stands for."""
-    values: dict[str, Any] = {
-        "Q": q,
-        "K": k,
-        "V": v,
-        "O": o,
-        "LSE": lse,
-        "scale_log2": scale * LOG2_E,
-        "batch": sizes.batch,
-        "heads_q": sizes.heads_q,
-        "group": sizes.heads_q // sizes.heads_kv,
-        "seq_q": sizes.seq_q,
-        "seq_kv": sizes.seq_kv,
-        "q_desc": q,
-        "k_desc": k,
-        "v_desc": v,
-    }
-    for letter, tensor in (("q", q), ("k", k), ("v", v)):
-        for dim, stride in zip("bhsd", tensor.stride(), strict=True):
-            values[f"stride_{letter}{dim}"] = stride
-    return values
-
-
-def _value(arg: Arg, values: dict[str, Any], entry: Entry) -> Any:
-    if not arg.type.startswith("tensordesc"):
-        return values[arg.name]
-    tensor = values[{"q": "Q", "k": "K", "v": "V", "o": "O"}[arg.name[0]]]
-    return _descriptor(tensor, arg, entry)
-
-
-def _descriptor(tensor: Tensor, arg: Arg, entry: Entry) -> Any:
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    shape = list(tensor.shape)
-    # A stride over one element is never used, may be anything, and must look aligned all the same.
-    strides = [s if n > 1 else ALIGNED for n, s in zip(shape, tensor.stride(), strict=True)]
-    strides[-1] = 1
-    block = block_shape(arg.type)
-    if entry.dialect == "gluon":
-        return GluonDescriptor(tensor, shape, strides, block, shared_layout(arg.type))
-    return TensorDescriptor(tensor, shape, strides, block)
+def _blank(tensors: tuple[Tensor, ...], _scale_log2: float, _stream: int) -> None:
+    """The answer for queries that see no key."""
+    _, _, _, o, lse = tensors
+    o.zero_()
+    lse.fill_(float("-inf"))
 
 
 def _scratch(space: Workspace, device: torch.device, *, poisoned: bool) -> Tensor:

@@ -55,12 +55,12 @@ def make_ready(
     _refuse_capture(place)
     _refuse_broken(place)
     runner = run_kernel.load(program, place.target, place.device)
-    launch = runner.launch
+    prepare = runner.prepare
     if verdict is not None:
-        return Chosen(candidate.origin, program, candidate.record, verdict, launch)
+        return Chosen(candidate.origin, program, candidate.record, verdict, prepare)
     verdict = _verify(place, program, runner.launch_poisoned, records)
     notes = ("verified at first use",)
-    return Chosen(candidate.origin, program, candidate.record, verdict, launch, notes)
+    return Chosen(candidate.origin, program, candidate.record, verdict, prepare, notes)
 
 
 def known_verdict(

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from fagen.config import Config
 from fagen.errors import BadInput, BadProblem, NoDevice
 from fagen.generate.families import FAMILIES, config_from_dict
 from fagen.generate.families.base import every_choice
+from fagen.generate.program import Entry, Program
 from fagen.generate.render import render
 from fagen.generate.space import why_invalid
 from fagen.judge.reference import baseline
@@ -34,6 +36,7 @@ from fagen.problem import Features, Problem, make_problem
 from fagen.records import Plan, Records
 from fagen.run import kernel as run_kernel
 from fagen.run.kernel import load
+from fagen.run.launch import ThroughTriton
 from fagen.serve import library
 from fagen.target import Target, preset, toolchain
 
@@ -91,14 +94,14 @@ def _interpreted(
     monkeypatch.setattr("fagen.judge.verify.Gate", Passes)
     bind = run_kernel._interpreted
 
-    def noted(program: object, entry: object) -> Callable[..., None]:
-        run = bind(program, entry)
+    def noted(program: Program, entry: Entry) -> ThroughTriton:
+        kernel = bind(program, entry)
 
         def launch(grid: tuple[int, int, int], args: list[object]) -> None:
             launched.append(grid)
-            run(grid, args)
+            kernel.call(grid, args)
 
-        return launch
+        return replace(kernel, call=launch)
 
     monkeypatch.setattr(run_kernel, "_interpreted", noted)
     torch.use_deterministic_algorithms(True)  # fills what torch.empty returns
@@ -468,9 +471,11 @@ import torch
 from attention import assert_exact, make_outputs, plain_attention
 from fagen.config import Config
 from fagen.generate.families import config_from_dict
+from fagen.generate.program import Entry, Program
 from fagen.generate.render import render
 from fagen.problem import make_problem
 from fagen.run.kernel import load
+from fagen.run.launch import ThroughTriton
 from fagen.target import preset
 home = torch.empty(2**31 + 2**20, dtype=torch.float16)  # pages that are not touched cost nothing
 for shape, stride, layout, config in json.loads(sys.argv[1]):

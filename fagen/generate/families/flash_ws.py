@@ -31,8 +31,8 @@ class Knobs:
     boundary: str = knob(
         "overlap",
         ("overlap", "finish"),
-        "start the next tile's QK^T before this tile's last PV (twice the shared memory for Q), or "
-        "finish a tile first",
+        "start the next tile's QK^T before this tile's last PV (twice the room for Q), or finish a "
+        "tile first",
     )
     half_diagonal: bool = knob(
         False, (False, True), "compute half of a block where the diagonal hides the rest"
@@ -139,7 +139,7 @@ CONSTRAINTS: tuple[Constraint, ...] = (
     ),
     Constraint(
         "skipped_blocks_fit_ring",
-        # The first group waits for blocks beyond the last group's diagonal: they must all be there.
+        # A group waits for the blocks right of its diagonal: they must all be there.
         "{slots} slots are too few for the blocks that a group skips.",
         lambda p, t, k: p.features.causal == "none" or k.slots > (k.block_m - 1) // k.block_n,
     ),

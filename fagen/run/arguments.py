@@ -1,0 +1,107 @@
+"""What the argument names of a generated kernel stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fagen.generate.program import Arg, Sizes
+from fagen.run.cuda import dense_strides
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TENSORS = ("Q", "K", "V", "O", "LSE")  # the first tensors of each launch, in this order
+SCALE = "scale_log2"
+COUNTER = "counter"
+ALIGNED = 16  # elements: a multiple of 16 bytes in every dtype
+
+
+class Extent(NamedTuple):
+    """Shape and strides, in elements, as a tensor descriptor takes them."""
+
+    shape: list[int]
+    strides: list[int]
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], strides: tuple[int, ...]) -> Extent:
+        # A stride over one element is never used, may be anything, and must look aligned.
+        kept = [s if n > 1 else ALIGNED for n, s in zip(shape, strides, strict=True)]
+        kept[-1] = 1
+        return cls(list(shape), kept)
+
+
+@dataclass(frozen=True)
+class Settled:
+    """All that the sizes and strides of a call decide about one entry kernel's launch.
+
+    numbers: integer arguments by name.
+    places: which of a launch's tensors an argument name means.
+    extents: those of the first tensors (Q, K, V, O), for descriptors.
+    """
+
+    grid: tuple[int, int, int]
+    numbers: dict[str, int]
+    places: dict[str, int]
+    extents: tuple[Extent, ...]
+
+
+class Wires(NamedTuple):
+    """A launch's values, with holes for what each launch brings, and where those are."""
+
+    values: list[Any]
+    pointers: list[tuple[int, int]]  # (index in values, which tensor)
+    descriptors: list[tuple[int, int]]
+    scales: list[int]
+
+
+Spread = Callable[[Extent], list[Any]]  # what a descriptor's one argument is spread to
+
+
+def wire(args: tuple[Arg, ...], settled: Settled, spread: Spread) -> Wires:
+    """The values of an entry kernel's arguments in their order."""
+    wires = Wires([], [], [], [])
+    for arg in args:
+        at = len(wires.values)
+        if arg.type.startswith("tensordesc"):
+            which = TENSORS.index(arg.name[0].upper())
+            wires.descriptors.append((at, which))
+            wires.values.extend(spread(settled.extents[which]))
+            continue
+        if arg.name in settled.places:
+            wires.pointers.append((at, settled.places[arg.name]))
+            wires.values.append(None)
+        elif arg.name == SCALE:
+            wires.scales.append(at)
+            wires.values.append(None)
+        else:
+            wires.values.append(settled.numbers[arg.name])
+    return wires
+
+
+def numbers_of(q: Tensor, k: Tensor, v: Tensor, sizes: Sizes) -> dict[str, int]:
+    """Every integer that a kernel may ask for by a name that all families share."""
+    numbers = {
+        "batch": sizes.batch,
+        "heads_q": sizes.heads_q,
+        "group": sizes.heads_q // sizes.heads_kv,
+        "seq_q": sizes.seq_q,
+        "seq_kv": sizes.seq_kv,
+    }
+    for letter, tensor in (("q", q), ("k", k), ("v", v)):
+        for dim, stride in zip("bhsd", tensor.stride(), strict=True):
+            numbers[f"stride_{letter}{dim}"] = stride
+    return numbers
+
+
+def extents_of(q: Tensor, k: Tensor, v: Tensor, sizes: Sizes) -> tuple[Extent, ...]:
+    """Those of q, k, v and of the dense output (B, Hq, Sq, Dv)."""
+    o = (sizes.batch, sizes.heads_q, sizes.seq_q, sizes.head_dim_v)
+    inputs = (Extent.of(tuple(t.shape), t.stride()) for t in (q, k, v))
+    return (*inputs, Extent.of(o, dense_strides(o)))
+
+
+def sizes_of(q: Tensor, k: Tensor, v: Tensor) -> Sizes:
+    batch, heads_q, seq_q, dim = q.shape
+    return Sizes(batch, heads_q, k.shape[1], seq_q, k.shape[2], dim, v.shape[3])
