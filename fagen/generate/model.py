@@ -13,9 +13,10 @@ from math import prod
 from typing import Any
 
 from fagen.config import Config
-from fagen.generate.families import family_of
+from fagen.generate.families import family_of, flash_ws
 from fagen.generate.families.base import Family
 from fagen.generate.families.tiling import cdiv, padded
+from fagen.generate.persistent import persistent_us
 from fagen.generate.program import Sizes
 from fagen.outcome import Built
 from fagen.problem import ITEM_BYTES, Problem
@@ -115,6 +116,8 @@ def predict_us(problem: Problem, target: Target, config: Config, built: Built | 
     sizes = Sizes.of(problem)
     if not problem.flops:
         return LAUNCH_US
+    if config.family == flash_ws.NAME:
+        return persistent_us(problem, target, knobs)
     blocks = prod(family.grid(problem, knobs, 0, sizes, target.sm_count))
     resident = _resident_blocks(problem, target, family, knobs, built)
     resident = min(resident, cdiv(blocks, target.sm_count))  # a short grid fills no second place

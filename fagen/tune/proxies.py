@@ -123,6 +123,8 @@ class InterpretWorker:
         self._problem = interpretable(problem)
 
     def try_program(self, program: Program, seconds: float) -> Tried:
+        if not program.interpretable:
+            return Tried(Status.PREDICTED, "unverified: Triton's interpreter does not run Gluon")
         twin = self._render(self._problem, program.config)
         try:
             tried: Tried = self._child.call(InterpretJob(twin, self._target), seconds)

@@ -31,8 +31,8 @@ class Knobs:
     boundary: str = knob(
         "overlap",
         ("overlap", "finish"),
-        "start the next tile's QK^T before this tile's last PV (twice the room for Q), or finish a "
-        "tile first",
+        "start the next tile's QK^T before this tile's last PV, with twice the room for Q, or "
+        "finish a tile first",
     )
     half_diagonal: bool = knob(
         False, (False, True), "compute half of a block where the diagonal hides the rest"

@@ -1,0 +1,85 @@
+"""An analytic estimate of flash_ws's time, whose consumer groups overlap by design.
+
+Cycles from one step of a group to its next: its own products and softmax one after the other, as
+far as they don't overlap, or all groups' products, which share the tensor cores, or all groups'
+instructions, which share the schedulers: whichever is longest.
+"""
+
+from __future__ import annotations
+
+from fagen.generate.families.flash_ws import ROWS, Knobs, parts, scalars
+from fagen.generate.families.tiling import cdiv
+from fagen.generate.program import Sizes
+from fagen.problem import Problem
+from fagen.target import Target
+
+# Of one H200, bf16, 2026-11-29, unless another source is named.
+SUSTAINED = 0.92  # of the datasheet's clock: 1.61 to 1.69 GHz under load
+LAUNCH_US = 4.0
+MEMORY_SHARE = 0.9  # 4.3 of 4.8 TB/s for a copy
+# Instructions of a step, read off the SASS: 457 at D128 and 128 keys, 411 at D64.
+SCORE_INSTRUCTIONS = 5.2
+VALUE_INSTRUCTIONS = 1.0  # the rescale of O, an accumulator each
+STEP_INSTRUCTIONS = 60.0
+ISSUE_CYCLES = 3.9  # from one instruction of a warp to its next, while the softmax runs
+SCHEDULER_BUSY = 0.75  # of a scheduler's cycles, the most that groups together fill
+TURN_CYCLES = 60.0  # to pass the turn on; without turns groups meet at the tensor cores
+COLLISION = 0.06
+TILE_CYCLES = 3600.0  # what a tile costs beside its blocks; more where it is finished first
+FINISH_CYCLES = 1400.0
+EARLY_CLAIM = 1.06  # causal: a tile claimed early is one that an idle block can't take
+UNEVEN = 1.02
+RESCALE_KEPT = 0.5  # of the rescale's instructions, with a threshold
+
+
+def persistent_us(problem: Problem, target: Target, knobs: Knobs) -> float:
+    """Microseconds of one launch."""
+    sizes = Sizes.of(problem)
+    groups = knobs.block_m // ROWS
+    places = target.sm_count
+    launch = scalars(problem, knobs, sizes)
+    tiles = launch["tiles"]
+    blocks = _blocks(problem, knobs, launch["end_row"], launch["tiles_m"])
+    blocks *= sizes.batch * sizes.heads_q
+    # A single group shares its multiprocessor with another block's.
+    together = groups if groups > 1 else 2
+    step = _step_cycles(problem, target, knobs, together) * groups / together
+    tile = TILE_CYCLES + (FINISH_CYCLES if knobs.boundary == "finish" else 0.0)
+    cycles = (blocks * step + tiles * tile * groups / together) / places
+    longest = blocks / max(tiles, 1) * step * together / groups + tile
+    cycles = max(cycles * UNEVEN, longest)
+    if problem.features.causal != "none" and knobs.claim == "early":
+        cycles *= EARLY_CLAIM
+    compute_us = cycles / (target.clock_ghz * SUSTAINED * 1e3)
+    memory_us = problem.io_bytes / (target.memory_gbps * MEMORY_SHARE * 1e3)
+    # Loads and products overlap but at the ends.
+    return float((compute_us**4 + memory_us**4) ** 0.25) + LAUNCH_US
+
+
+def _step_cycles(problem: Problem, target: Target, knobs: Knobs, groups: int) -> float:
+    """Of one block of keys against a group's rows, all groups at it."""
+    dim, dim_v = (
+        sum(p.width for p in parts(d)) for d in (problem.shape.head_dim, problem.shape.head_dim_v)
+    )
+    rate = target.tensor_tflops * 1e3 / (target.sm_count * target.clock_ghz)
+    scores = 2.0 * ROWS * knobs.block_n * dim / rate
+    products = scores + 2.0 * ROWS * knobs.block_n * dim_v / rate
+    rescale = VALUE_INSTRUCTIONS * dim_v / 2 * (RESCALE_KEPT if knobs.rescale_tau else 1.0)
+    instructions = SCORE_INSTRUCTIONS * knobs.block_n / 2 + rescale + STEP_INSTRUCTIONS
+    softmax = ISSUE_CYCLES * instructions
+    held = knobs.hold_wait in ("steps", "both")
+    alone = (scores if held else products) + softmax
+    shared = groups * products
+    turns = TURN_CYCLES if knobs.ping_pong else COLLISION * shared
+    return max(alone, shared, groups * instructions / SCHEDULER_BUSY) + turns
+
+
+def _blocks(problem: Problem, knobs: Knobs, end_row: int, tiles_m: int) -> float:
+    """Key blocks of one head's tiles; half of one where a diagonal halves it for half a tile."""
+    shape, causal = problem.shape, problem.features.causal
+    if causal == "none":
+        return float(tiles_m * cdiv(shape.seq_kv, knobs.block_n))
+    shift = shape.seq_kv - shape.seq_q if causal == "bottom_right" else 0
+    ends = (end_row - i * knobs.block_m + shift for i in range(tiles_m))
+    seen = (cdiv(max(1, min(end, shape.seq_kv)), knobs.block_n) for end in ends)
+    return sum(seen) - (0.25 * tiles_m if knobs.half_diagonal else 0.0)
