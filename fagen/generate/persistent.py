@@ -37,9 +37,9 @@ def persistent_us(problem: Problem, target: Target, knobs: Knobs) -> float:
     sizes = Sizes.of(problem)
     groups = knobs.block_m // ROWS
     places = target.sm_count
-    launch = scalars(problem, knobs, sizes)
+    launch = scalars(problem, knobs, sizes, target.sm_count)
     tiles = launch["tiles"]
-    blocks = _blocks(problem, knobs, launch["end_row"], launch["tiles_m"])
+    blocks = _blocks(problem, knobs, launch.get("end_row", 0), launch["tiles_m"])
     blocks *= sizes.batch * sizes.heads_q
     # A single group shares its multiprocessor with another block's.
     together = groups if groups > 1 else 2
@@ -67,7 +67,7 @@ def _step_cycles(problem: Problem, target: Target, knobs: Knobs, groups: int) ->
     rescale = VALUE_INSTRUCTIONS * dim_v / 2 * (RESCALE_KEPT if knobs.rescale_tau else 1.0)
     instructions = SCORE_INSTRUCTIONS * knobs.block_n / 2 + rescale + STEP_INSTRUCTIONS
     softmax = ISSUE_CYCLES * instructions
-    held = knobs.hold_wait in ("steps", "both")
+    held = knobs.hold_wait
     alone = (scores if held else products) + softmax
     shared = groups * products
     turns = TURN_CYCLES if knobs.ping_pong else COLLISION * shared

@@ -104,7 +104,7 @@ class Runner:
     ) -> tuple[Step, ...]:
         knobs = self.program.config.knobs
         numbers = numbers_of(q, k, v, sizes)
-        numbers |= self._family.scalars(self.program.problem, knobs, sizes)
+        numbers |= self._family.scalars(self.program.problem, knobs, sizes, self._sm_count)
         names = (*TENSORS, *(space.name for space in spaces), COUNTER)
         places = {name: place for place, name in enumerate(names)}
         extents = extents_of(q, k, v, sizes)
@@ -224,7 +224,7 @@ def _interpreted(program: Program, entry: Entry) -> ThroughTriton:
 
 def _blank(tensors: tuple[Tensor, ...], _scale_log2: float, _stream: int) -> None:
     """The answer for queries that see no key."""
-    _, _, _, o, lse = tensors
+    _, _, _, o, lse, *_ = tensors
     o.zero_()
     lse.fill_(float("-inf"))
 

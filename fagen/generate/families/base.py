@@ -49,7 +49,7 @@ class Family(Protocol):
     ) -> tuple[int, int, int]:
         """Launch grid of entry kernel number `entry` on a device of that many multiprocessors."""
 
-    def scalars(self, problem: Problem, knobs: Any, sizes: Sizes) -> dict[str, int]:
+    def scalars(self, problem: Problem, knobs: Any, sizes: Sizes, sm_count: int) -> dict[str, int]:
         """int32 arguments of a launch, by name, beyond those that `run` knows by itself."""
 
     def workspaces(self, knobs: Any, sizes: Sizes) -> tuple[Workspace, ...]:

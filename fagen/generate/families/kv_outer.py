@@ -110,7 +110,7 @@ def grid(
     return sections * sizes.batch * sizes.heads_q, 1, 1
 
 
-def scalars(problem: Problem, knobs: Knobs, sizes: Sizes) -> dict[str, int]:
+def scalars(problem: Problem, knobs: Knobs, sizes: Sizes, sm_count: int) -> dict[str, int]:
     return {}
 
 

@@ -123,7 +123,7 @@ def grid(
     return cdiv(sizes.seq_q, knobs.block_m) * sizes.batch * sizes.heads_q, 1, 1
 
 
-def scalars(problem: Problem, knobs: Knobs, sizes: Sizes) -> dict[str, int]:
+def scalars(problem: Problem, knobs: Knobs, sizes: Sizes, sm_count: int) -> dict[str, int]:
     return {}
 
 
