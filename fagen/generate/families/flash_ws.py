@@ -229,21 +229,26 @@ def seeds(problem: Problem, target: Target) -> list[Knobs]:
 
 def context(problem: Problem, knobs: Knobs) -> dict[str, Any]:
     groups = _groups(knobs)
-    rings = [("q", _q_slots(knobs), 1), ("k", knobs.slots, groups), ("v", knobs.slots, groups)]
-    barriers = [("tile_full", TILE_SLOTS, 1), ("tile_empty", TILE_SLOTS, groups)]
-    for ring, slots, readers in rings:
-        barriers += [(f"{ring}_full", slots, 1), (f"{ring}_empty", slots, readers)]
     return {
         "parts": parts(problem.shape.head_dim),
         "parts_v": parts(problem.shape.head_dim_v),
         "groups": groups,
         "q_slots": _q_slots(knobs),
-        "barriers": barriers,
-        "sizes": ", ".join(("heads_q", "group", "seq_q", "seq_kv", *_launch_sizes(problem))),
+        "tile_slots": TILE_SLOTS,
+        # Of each ring its slots and who hands one back.
+        "rings": [
+            ("tile", "TILE_SLOTS", "GROUPS"),
+            ("q", "Q_SLOTS", 1),
+            ("k", "SLOTS", "GROUPS"),
+            ("v", "SLOTS", "GROUPS"),
+        ],
+        "launch_fields": ["heads_q", "group", "seq_q", "seq_kv", *_launch_sizes(problem)],
         "registers": REGISTERS[groups][1],
         "gl_dtype": {"bf16": "gl.bfloat16", "fp16": "gl.float16"}[problem.shape.dtype],
         "ptx_dtype": {"bf16": "bf16", "fp16": "f16"}[problem.shape.dtype],
-        "shift": " + seq_kv - seq_q" if problem.features.causal == "bottom_right" else "",
+        "shift": " + launch.seq_kv - launch.seq_q"
+        if problem.features.causal == "bottom_right"
+        else "",
     }
 
 
