@@ -12,8 +12,8 @@ from fagen.generate.program import Sizes
 from fagen.problem import Problem
 from fagen.target import Target
 
-# Fitted to one race on one H200, bf16, 16384 tokens, 2026-11-29: 46 times of 26 configs at D64, 128
-# and 256, N512 to N16384, 5 % off in the mean square. The loads are left out: they hide.
+# Fitted to one race on one H200 (bf16, 16384 tokens, 2026-11-29): 46 times of 26 configs at D64,
+# 128 and 256, N512 to N16384, 5 % off in the mean square. Loads are left out: they hide.
 SUSTAINED = 0.86  # of the datasheet's clock, which the card's power cap takes
 LAUNCH_US = 4.0
 MEMORY_SHARE = 0.9  # 4.3 of 4.8 TB/s for a copy
