@@ -31,6 +31,7 @@ from fagen.generate.program import Program
 from fagen.outcome import GATE, Built, KernelFacts, Outcome, Status, Timing
 from fagen.problem import Problem
 from fagen.records import Records
+from fagen.report.tuning import tune_lines
 from fagen.target import Toolchain, preset
 from fagen.tune import events
 from fagen.tune.finale import FINALISTS
@@ -416,6 +417,18 @@ def test_offline_the_interpreter_is_asked_only_about_what_may_win() -> None:
     assert skipped and len(shop.worker.tried) + len(skipped) == 40
     assert all("not verified" in row.reason for row in skipped)
     assert all((row.predicted_us or 0) >= (result.winner_us or 0) for row in skipped)
+
+
+def test_offline_what_is_predicted_faster_and_needs_a_gpu_is_named() -> None:
+    def behave(config: Config) -> Tried:
+        return Tried(Status.PREDICTED, "", None if config.family == "flash_ws" else PASSED)
+
+    result = run(FakeShop(FakeWorker(behave=behave)).plan(timed=False, trials=60))
+    assert result.winner is not None and result.winner.config.family != "flash_ws"
+    assert result.unverified is not None and result.unverified.config.family == "flash_ws"
+    assert (result.unverified.predicted_us or 0) < (result.winner.predicted_us or 0)
+    lines = tune_lines(result, {}, {}, "tuning.db")
+    assert any(str(result.unverified.config) in line for line in lines)
 
 
 def test_offline_without_one_verified_is_an_error() -> None:

@@ -44,6 +44,7 @@ def tune_row(result: TuneResult, rejected: Mapping[tuple[Status, str], int]) -> 
         "seconds": result.seconds,
         "finals": final_rows(result),
         "missing": missing_rows(result.missing),
+        "unverified": None if result.unverified is None else result.unverified.config.to_dict(),
         "rejected": rejected_rows(rejected),
         "note": result.note,
     }
@@ -104,6 +105,12 @@ def tune_lines(
     lines = []
     if not result.timed:
         lines.append("Nothing was timed: times are predictions of the analytic model.")
+    if result.unverified is not None:
+        found = result.unverified
+        lines.append(
+            f"Predicted faster, {found.predicted_us:.4g} us, but it needs a GPU to be verified: "
+            f"{found.config}"
+        )
     if result.partial:
         lines.append("Partial: the run was interrupted; what was measured is stored and counts.")
     lines += _verdict_lines(result.winner)

@@ -46,7 +46,8 @@ class TuneResult:
     """winner: verified, and timed if `timed`; None only in a run that was interrupted early.
 
     tried: candidates of this key so far, earlier runs included. counts: of this run, by status.
-    missing: peers that can't run here, with the reason. note: why there was no race.
+    missing: peers that can't run here, with the reason. note: why there was no race. unverified:
+    offline, what is predicted faster than the winner and could not be verified without a GPU.
     """
 
     problem: Problem
@@ -63,6 +64,7 @@ class TuneResult:
     finals: tuple[Final, ...] = ()
     missing: dict[str, str] = field(default_factory=dict)
     note: str = ""
+    unverified: Outcome | None = None
 
     def __repr__(self) -> str:
         """One line; the fields hold the rest."""

@@ -259,8 +259,23 @@ def _winner(this: _Run) -> Outcome | None:
     return best[2] if best is not None else None
 
 
+def _unverified(this: _Run, winner: Outcome | None) -> Outcome | None:
+    """What a prediction puts before the winner, where nothing could be timed."""
+    if this.plan.timed or winner is None or winner.predicted_us is None:
+        return None
+    faster = [
+        o
+        for o in this.done
+        if o.status is Status.PREDICTED and o.verdict is None and o.predicted_us is not None
+    ]
+    best = min(faster, key=lambda o: (o.predicted_us, o.config.key), default=None)
+    if best is None or not (best.predicted_us or 0.0) < winner.predicted_us:
+        return None
+    return best
+
+
 def _closed(this: _Run) -> TuneResult:
-    plan, finale = this.plan, this.finale
+    plan, finale, winner = this.plan, this.finale, _winner(this)
     plan.ledger.finish(finale, interrupted=this.state == "interrupted")
     plan.on_event(events.Finished(this.state, plan.seconds))
     return TuneResult(
@@ -269,7 +284,7 @@ def _closed(this: _Run) -> TuneResult:
         run_id=this.id,
         state=this.state,
         timed=plan.timed,
-        winner=_winner(this),
+        winner=winner,
         default=this.default,
         tried=len(this.done),
         space=len(this.space.configs),
@@ -278,6 +293,7 @@ def _closed(this: _Run) -> TuneResult:
         finals=finale.finals,
         missing=finale.missing,
         note=finale.note,
+        unverified=_unverified(this, winner),
     )
 
 
