@@ -41,7 +41,7 @@ def persistent_us(problem: Problem, target: Target, knobs: Knobs) -> float:
     launch = scalars(problem, knobs, sizes, target.sm_count)
     tiles = launch["tiles"]
     blocks = _blocks(problem, knobs, launch.get("end_row", 0), launch["tiles_m"])
-    blocks *= sizes.batch * sizes.heads_q
+    blocks *= tiles // max(1, launch["tiles_m"])
     # A single group shares its multiprocessor with another block's.
     together = groups if groups > 1 else 2
     step = _step_cycles(problem, target, knobs, together) * groups / together
@@ -82,6 +82,7 @@ def _blocks(problem: Problem, knobs: Knobs, end_row: int, tiles_m: int) -> float
     if causal == "none":
         return float(tiles_m * cdiv(shape.seq_kv, knobs.block_n))
     shift = shape.seq_kv - shape.seq_q if causal == "bottom_right" else 0
-    ends = (end_row - i * knobs.block_m + shift for i in range(tiles_m))
+    pack = shape.heads_q // shape.heads_kv if knobs.pack_heads else 1
+    ends = ((end_row - i * knobs.block_m) // pack + shift for i in range(tiles_m))
     seen = (cdiv(max(1, min(end, shape.seq_kv)), knobs.block_n) for end in ends)
     return sum(seen) - (0.25 * tiles_m if knobs.half_diagonal else 0.0)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fagen.generate.descriptors import block_shape
 from fagen.generate.program import Arg, Sizes
 from fagen.run.cuda import dense_strides
 
@@ -38,13 +39,14 @@ class Settled:
 
     numbers: integer arguments by name.
     places: which of a launch's tensors an argument name means.
-    extents: those of the first tensors (Q, K, V, O), for descriptors.
+    extents: for descriptors, by which of the first tensors (Q, K, V, O), and rank: 4, or 5 where
+        heads that share keys are a dimension of their own.
     """
 
     grid: tuple[int, int, int]
     numbers: dict[str, int]
     places: dict[str, int]
-    extents: tuple[Extent, ...]
+    extents: dict[tuple[int, int], Extent]
 
 
 class Wires(NamedTuple):
@@ -52,7 +54,7 @@ class Wires(NamedTuple):
 
     values: list[Any]
     pointers: list[tuple[int, int]]  # (index in values, which tensor)
-    descriptors: list[tuple[int, int]]
+    descriptors: list[tuple[int, int, Extent]]
     scales: list[int]
 
 
@@ -66,8 +68,9 @@ def wire(args: tuple[Arg, ...], settled: Settled, spread: Spread) -> Wires:
         at = len(wires.values)
         if arg.type.startswith("tensordesc"):
             which = TENSORS.index(arg.name[0].upper())
-            wires.descriptors.append((at, which))
-            wires.values.extend(spread(settled.extents[which]))
+            extent = settled.extents[which, len(block_shape(arg.type))]
+            wires.descriptors.append((at, which, extent))
+            wires.values.extend(spread(extent))
             continue
         if arg.name in settled.places:
             wires.pointers.append((at, settled.places[arg.name]))
@@ -95,11 +98,25 @@ def numbers_of(q: Tensor, k: Tensor, v: Tensor, sizes: Sizes) -> dict[str, int]:
     return numbers
 
 
-def extents_of(q: Tensor, k: Tensor, v: Tensor, sizes: Sizes) -> tuple[Extent, ...]:
-    """Those of q, k, v and of the dense output (B, Hq, Sq, Dv)."""
+def extents_of(q: Tensor, k: Tensor, v: Tensor, sizes: Sizes) -> dict[tuple[int, int], Extent]:
+    """Those of q, k, v and of the dense output (B, Hq, Sq, Dv); see Settled."""
     o = (sizes.batch, sizes.heads_q, sizes.seq_q, sizes.head_dim_v)
-    inputs = (Extent.of(tuple(t.shape), t.stride()) for t in (q, k, v))
-    return (*inputs, Extent.of(o, dense_strides(o)))
+    of_tensors = [(tuple(t.shape), t.stride()) for t in (q, k, v)] + [(o, dense_strides(o))]
+    extents = {(which, 4): Extent.of(*one) for which, one in enumerate(of_tensors)}
+    for which in (TENSORS.index("Q"), TENSORS.index("O")):
+        extents[which, 5] = _grouped(*of_tensors[which], sizes)
+    return extents
+
+
+def _grouped(shape: tuple[int, ...], strides: tuple[int, ...], sizes: Sizes) -> Extent:
+    """(B, Hq, S, D) as (B, Hkv, S, heads that share keys, D)."""
+    batch, heads, rows, dim = shape
+    to_batch, to_head, to_row, to_column = strides
+    group = heads // sizes.heads_kv if sizes.heads_kv else 1
+    return Extent.of(
+        (batch, sizes.heads_kv, rows, group, dim),
+        (to_batch, to_head * group, to_row, to_head, to_column),
+    )
 
 
 def sizes_of(q: Tensor, k: Tensor, v: Tensor) -> Sizes:

@@ -57,12 +57,10 @@ class ThroughTriton:
 
     def bind(self, settled: Settled) -> Step:
         wires = wire(self.args, settled, lambda _: [None])
-        places = zip(
-            wires.descriptors,
-            (block_shape(a.type) for a in self.args if a.type.startswith("tensordesc")),
-            strict=True,
-        )
-        described = [(at, which, settled.extents[which], block) for (at, which), block in places]
+        blocks = (block_shape(a.type) for a in self.args if a.type.startswith("tensordesc"))
+        described = [
+            (*place, block) for place, block in zip(wires.descriptors, blocks, strict=True)
+        ]
 
         def step(tensors: tuple[Tensor, ...], scale_log2: float, stream: int) -> None:
             values = wires.values.copy()
@@ -98,8 +96,8 @@ class Direct:
         wires = wire(self.args, settled, lambda e: [None, *e.shape, *e.strides])
         wires.values.extend(self.constants)
         described = [
-            (at, which, make(settled.extents[which]))
-            for (at, which), make in zip(wires.descriptors, self.maps, strict=True)
+            (at, which, make(extent))
+            for (at, which, extent), make in zip(wires.descriptors, self.maps, strict=True)
         ]
         send, hooked, slow = self.send_to(settled.grid), self.hooked, self.slow.bind(settled)
         fixed, pointers, scales = wires.values, wires.pointers, wires.scales
@@ -222,10 +220,14 @@ def _try_out(direct: Direct, device: torch.device) -> None:
     import torch
 
     room = torch.empty(1024, dtype=torch.uint8, device=device)
-    any_extent = Extent.of((1, 1, 1, 64), (64, 64, 64, 1))
+    any_extents = {
+        4: Extent.of((1, 1, 1, 64), (64, 64, 64, 1)),
+        5: Extent.of((1, 1, 1, 1, 64), (64, 64, 64, 64, 1)),
+    }
+    extents = {(which, rank): any_extents[rank] for which in range(4) for rank in any_extents}
     pointers = {arg.name: 0 for arg in direct.args if arg.type.startswith("*")}
     numbers = {arg.name: 0 for arg in direct.args if not arg.type.startswith("*")}
-    settled = Settled((0, 0, 0), numbers, pointers, (any_extent,) * 4)
+    settled = Settled((0, 0, 0), numbers, pointers, extents)
     step = replace(direct, hooked=lambda: False).bind(settled)
     try:
         step((room,) * len(TENSORS), 1.0, current_stream(device)())

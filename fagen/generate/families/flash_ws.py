@@ -15,6 +15,7 @@ NAME = "flash_ws"
 TEMPLATE = "flash_ws.py.j2"
 
 ROWS = 64  # of a consumer group: the rows of one wgmma
+PACKED_ROWS = 1024  # queries; above, tiles of one head are at least 0.94 full
 SHORT_KEYS = 1024  # below, D64 with two groups or narrow blocks wins
 # Tiles of the last section, for each multiprocessor: enough to end together. A model of the
 # schedule puts the busy share at 0.98 to 0.99 with four, and at 0.94 with a head or two.
@@ -53,6 +54,9 @@ class Knobs:
         32, (8, 16, 32, 64), "keys and values that a launch works on at a time, in L2"
     )
     claim: str = knob("late", ("late", "early"), "when a block claims its next tile")
+    pack_heads: bool = knob(
+        False, (False, True), "a tile's rows are queries of all heads that share keys"
+    )
 
 
 class Part(NamedTuple):
@@ -97,9 +101,15 @@ def _registers(problem: Problem, knobs: Knobs) -> float:
     return (_width(problem.shape.head_dim_v) + 1.5 * knobs.block_n) / 2
 
 
-def _align(knobs: Knobs) -> int:
+def _align(knobs: Knobs, pack: int) -> int:
     """What the first key that a tile's last rows don't see is a multiple of."""
-    return knobs.block_n if knobs.half_diagonal else ROWS
+    return knobs.block_n if knobs.half_diagonal else ROWS // pack
+
+
+def _pack(problem: Problem, knobs: Knobs) -> int:
+    """Heads whose queries share a tile."""
+    shape = problem.shape
+    return shape.heads_q // shape.heads_kv if knobs.pack_heads else 1
 
 
 CONSTRAINTS: tuple[Constraint, ...] = (
@@ -111,7 +121,7 @@ CONSTRAINTS: tuple[Constraint, ...] = (
     Constraint(
         "rows_fit_tile",
         "A tile of {block_m} query rows would be mostly empty.",
-        lambda p, t, k: k.block_m <= max(ROWS, cdiv(p.shape.seq_q, ROWS) * ROWS),
+        lambda p, t, k: k.block_m <= max(ROWS, cdiv(p.shape.seq_q * _pack(p, k), ROWS) * ROWS),
     ),
     Constraint(
         "registers",
@@ -141,6 +151,21 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         "half_diagonal_halves_a_block",
         "A group's diagonal is half a block for two groups and 128 keys only.",
         lambda p, t, k: not k.half_diagonal or (k.block_m, k.block_n) == (128, 128),
+    ),
+    Constraint(
+        "packing_needs_groups",
+        "Heads are packed where 2, 4, 8 ... 64 of them share keys.",
+        lambda p, t, k: not k.pack_heads or _pack(p, k) in (2, 4, 8, 16, 32, 64),
+    ),
+    Constraint(
+        "packing_fills_tiles",
+        "Tiles of one head are full enough with {block_m} rows: packing is for few queries.",
+        lambda p, t, k: not k.pack_heads or p.shape.seq_q <= PACKED_ROWS,
+    ),
+    Constraint(
+        "packed_rows_share_a_diagonal",
+        "With packed heads a tile's diagonal is narrower than half a block.",
+        lambda p, t, k: not k.pack_heads or not k.half_diagonal,
     ),
     Constraint(
         "turns_need_groups",
@@ -196,6 +221,14 @@ def why_unsupported(problem: Problem, target: Target) -> str | None:
 
 
 def seeds(problem: Problem, target: Target) -> list[Knobs]:
+    chosen = _seeds(problem)
+    if problem.shape.seq_q > PACKED_ROWS // 4:
+        return chosen
+    packed = [replace(k, pack_heads=True, half_diagonal=False) for k in chosen]
+    return [k for pair in zip(packed, chosen, strict=True) for k in pair]
+
+
+def _seeds(problem: Problem) -> list[Knobs]:
     """What was best on one H200 (bf16, 16384 tokens, raced, 2026-11-29), by head dim."""
     causal = problem.features.causal != "none"
     wide = _width(problem.shape.head_dim) + _width(problem.shape.head_dim_v)
@@ -240,6 +273,7 @@ def context(problem: Problem, knobs: Knobs) -> dict[str, Any]:
         "parts_v": parts(problem.shape.head_dim_v),
         "groups": groups,
         "q_slots": _q_slots(knobs),
+        "pack": _pack(problem, knobs),
         "tile_slots": TILE_SLOTS,
         # Of each ring its slots and who hands one back.
         "rings": [
@@ -267,22 +301,24 @@ def _launch_sizes(problem: Problem) -> tuple[str, ...]:
 def entries(problem: Problem, knobs: Knobs, name: str) -> tuple[Entry, ...]:
     dtype = problem.shape.dtype
 
-    def descriptors(x: str, rows: int, dim: int) -> list[Arg]:
+    def descriptors(x: str, rows: str, dim: int) -> list[Arg]:
         return [
             Arg(f"{x}{part.suffix}_desc", f"tensordesc<{dtype}[1,1,{rows},{part.width}]>")
             for part in parts(dim)
         ]
 
+    pack = _pack(problem, knobs)
+    queries = f"{ROWS}" if pack == 1 else f"{ROWS // pack},{pack}"
     dim, dim_v = problem.shape.head_dim, problem.shape.head_dim_v
     tma_out = knobs.output == "tma"
     # Under a bottom-right mask a tile may begin before row 0, and is then stored row by row.
     pointer = not tma_out or problem.features.causal == "bottom_right"
     args = (
         Arg("counter", "*i32"),
-        *descriptors("q", ROWS, dim),
-        *descriptors("k", knobs.block_n, dim),
-        *descriptors("v", knobs.block_n, dim_v),
-        *(descriptors("o", ROWS, dim_v) if tma_out else []),
+        *descriptors("q", queries, dim),
+        *descriptors("k", f"{knobs.block_n}", dim),
+        *descriptors("v", f"{knobs.block_n}", dim_v),
+        *(descriptors("o", queries, dim_v) if tma_out else []),
         *([Arg("O", f"*{dtype}", 16)] if pointer else []),
         Arg("LSE", "*fp32", 16),
         Arg("scale_log2", "fp32"),
@@ -300,17 +336,22 @@ def grid(
 
 
 def scalars(problem: Problem, knobs: Knobs, sizes: Sizes, sm_count: int) -> dict[str, int]:
+    pack = _pack(problem, knobs)
+    sizes = sizes._replace(heads_q=sizes.heads_q // pack)
     heads = sizes.batch * sizes.heads_q
+    packed = {"heads_q": sizes.heads_q, "group": sizes.heads_q // max(1, sizes.heads_kv)}
     causal = problem.features.causal
     if causal == "none":
-        tiles_m = cdiv(sizes.seq_q, knobs.block_m)
-        return {"tiles_m": tiles_m, "tiles": tiles_m * heads}
+        tiles_m = cdiv(sizes.seq_q * pack, knobs.block_m)
+        return {**packed, "tiles_m": tiles_m, "tiles": tiles_m * heads}
     # A tile ends where its diagonal meets the end of a block.
     shift = sizes.seq_kv - sizes.seq_q if causal == "bottom_right" else 0
-    end = cdiv(sizes.seq_q + shift, _align(knobs)) * _align(knobs) - shift
+    align = _align(knobs, pack)
+    end = (cdiv(sizes.seq_q + shift, align) * align - shift) * pack
     tiles_m = cdiv(end, knobs.block_m)
     section, sections = _sections(problem, knobs, sizes, cdiv(LAST_WAVES * sm_count, tiles_m))
     return {
+        **packed,
         "tiles_m": tiles_m,
         "tiles": tiles_m * heads,
         "end_row": end,
@@ -323,7 +364,7 @@ def _sections(problem: Problem, knobs: Knobs, sizes: Sizes, last: int) -> tuple[
     """(heads of a section, such sections before the last one, which has `last` heads or more)."""
     heads = sizes.batch * sizes.heads_q - last
     row = (sizes.head_dim + sizes.head_dim_v) * ITEM_BYTES[problem.shape.dtype]
-    group = sizes.heads_q // sizes.heads_kv
+    group = sizes.heads_q // max(1, sizes.heads_kv)
     most = max(1, knobs.section_mb * 10**6 * group // max(1, sizes.seq_kv * row))
     if heads <= 0:
         return 1, 0
