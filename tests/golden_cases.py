@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from fagen.config import Config
-from fagen.generate.families import flash, kv_outer, slim
+from fagen.generate.families import flash, flash_ws, kv_outer, slim
 from fagen.generate.program import Program
 from fagen.generate.render import render
 from fagen.problem import Problem, make_problem
 
 
 def golden_programs() -> list[Program]:
-    return [render(problem, config) for problem, config in CASES]
+    oldest = [render(problem, config) for problem, config in CASES]
+    return oldest + [render(problem, config, NEWEST) for problem, config in OTHER_IN_NEWEST]
 
 
 def _flash(**knobs: object) -> Config:
     return Config("flash", flash.Knobs(**knobs))  # type: ignore[arg-type]
+
+
+def _flash_ws(**knobs: object) -> Config:
+    return Config("flash_ws", flash_ws.Knobs(**knobs))  # type: ignore[arg-type]
 
 
 def _kv_outer(**knobs: object) -> Config:
@@ -38,6 +43,17 @@ _STRIDED_CAUSAL = make_problem(
     layout="any",
     scale_sign="any",
 )
+# Two tiles for each of q, k, v; rows that see no key.
+_CORNER_96 = make_problem(
+    300,
+    96,
+    seq_kv=500,
+    dtype="fp16",
+    causal=True,
+    causal_align="bottom_right",
+    scale_sign="any",
+)
+_WIDE_PADDED = make_problem(4096, 192, head_dim_v=120, causal=True, causal_align="bottom_right")
 
 CASES: list[tuple[Problem, Config]] = [
     (_FULL, _flash(block_n=128, num_stages=2, loads="tma")),
@@ -52,4 +68,27 @@ CASES: list[tuple[Problem, Config]] = [
     (_ODD, _slim(block_n=32, row=128, loads="tma")),
     (make_problem(256, 64), _slim()),
     (_VALUES_PADDED, _slim(block_m=16, block_n=32)),
+    (_FULL, _flash_ws()),
+    (_FULL, _flash_ws(block_m=64, block_n=64, claim="early", output="stores")),
+    (
+        _CAUSAL,
+        _flash_ws(half_diagonal=True, ping_pong=True, hold_wait="steps", claim="early"),
+    ),
+    (
+        make_problem(4096, 64, causal=True),
+        _flash_ws(block_m=192, slots=3, boundary="finish", ping_pong=True, section_mb=64),
+    ),
+    (make_problem(256, 64), _flash_ws(block_n=64, hold_wait="boundary")),
+    (
+        make_problem(4096, 256),
+        _flash_ws(block_n=64, boundary="finish", rescale_tau=8.0, output="stores"),
+    ),
+    (_CORNER_96, _flash_ws(hold_wait="both", half_diagonal=True)),
+    (_WIDE_PADDED, _flash_ws(boundary="finish", output="stores", hold_wait="steps")),
+]
+
+# Gluon's words for loads and stores by TMA changed after 3.7.
+NEWEST = (3, 9)
+OTHER_IN_NEWEST: list[tuple[Problem, Config]] = [
+    case for case in CASES if case[1] == _flash_ws() or case[0] == _CORNER_96
 ]

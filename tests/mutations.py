@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, replace
 
 from fagen.config import Config
-from fagen.generate.families import flash, kv_outer, slim
+from fagen.generate.families import flash, flash_ws, kv_outer, slim
 from fagen.generate.program import Program
 from fagen.generate.render import render
 from fagen.problem import Problem, make_problem
@@ -20,12 +20,12 @@ class Mutation:
     case: tuple[Problem, Config]
     old: str
     new: str
-    gpu_only: bool = False  # an ordering fault, which the interpreter can't show
+    gpu_only: bool = False  # Triton's interpreter can't show the fault, or not run the family
 
 
-def mutated(mutation: Mutation) -> Program:
+def mutated(mutation: Mutation, triton_minor: tuple[int, int] = (3, 6)) -> Program:
     """The Program with the fault, under a name of its own."""
-    program = render(*mutation.case)
+    program = render(*mutation.case, triton_minor)
     source, count = re.subn(mutation.old, mutation.new, program.source)
     assert count > 0, f"{mutation.name}: {mutation.old} is not in {program.name}"
     name = f"{program.name}_{re.sub('[^a-z0-9]+', '_', mutation.name)}"
@@ -69,6 +69,23 @@ SLIM_GROUPED = (
     replace(_SHORT, shape=replace(_SHORT.shape, heads_q=4, heads_kv=2)),
     SLIM[1],
 )
+
+
+def _flash_ws(problem: Problem, **knobs: object) -> tuple[Problem, Config]:
+    words = {"block_n": 64, "slots": 3} | knobs
+    return problem, Config("flash_ws", flash_ws.Knobs(**words))  # type: ignore[arg-type]
+
+
+# More tiles than any device has multiprocessors: some blocks claim a second one.
+WS = _flash_ws(make_problem(500, 24, batch=4, dtype="fp16"))
+WS_CAUSAL = _flash_ws(_CAUSAL)
+WS_HALF = _flash_ws(_CAUSAL, block_n=128, half_diagonal=True)
+WS_CORNER = _flash_ws(_CORNER)
+WS_GROUPED = _flash_ws(_GROUPED)
+WS_EARLY = _flash_ws(_FULL, claim="early", ping_pong=True)
+WS_STORES = _flash_ws(_FULL, output="stores", boundary="finish")
+WS_KEPT = _flash_ws(_FULL, rescale_tau=8.0, hold_wait="both")
+WS_PARTS = _flash_ws(make_problem(500, 96, dtype="fp16"))
 
 _STORE_LAST = (r"tl.store\(LSE \+ out, lse, mask=rows < seq_q\)", r"tl.store(LSE + out, lse)")
 
@@ -128,7 +145,86 @@ def _everywhere(
     ]
 
 
+# A fault must leave arrivals and waits in balance: one that hangs says nothing of the gate. So
+# `key_blocks`, which all partitions count by, may be wrong, and a single partition's loop may not.
+_WARP_SPECIALISED = [
+    Mutation("diagonal hidden", WS_CAUSAL, r"<= last_seen\[:, None\]", "< last_seen[:, None]"),
+    Mutation(
+        "one key too many", WS_CAUSAL, r"<= last_seen\[:, None\]", "<= last_seen[:, None] + 1"
+    ),
+    Mutation("wrong corner", WS_CORNER, r"rows \+ seq_kv - seq_q", "rows"),
+    Mutation("pad key counted", WS, r"< seq_kv, s,", "<= seq_kv, s,"),
+    Mutation("LSE in log2", WS, r" \* 0.6931471805599453", ""),
+    Mutation("LSE past its end", WS, r" & \(lse_rows < seq_q\)", ""),
+    Mutation("output past its end", WS_STORES, r" & \(rows < seq_q\)", ""),
+    Mutation("wrong key head", WS_GROUPED, r"head // group", "head % group"),
+    Mutation("maximum not subtracted", WS, r"- (m_new|m_i)\[:, None\]\)", "- 0.0)"),
+    Mutation(
+        "hidden row is NaN",
+        WS_CORNER,
+        r"gl.where\(sums == 0.0, 0.0, ",
+        "gl.where(sums == 0.0, float('nan'), ",
+    ),
+    Mutation(
+        "hidden row not guarded",
+        WS_CORNER,
+        r"base = gl.where\(m_i == float\(\"-inf\"\), 0.0, m_i\)",
+        "base = m_i",
+    ),
+    Mutation("sum not divided", WS, r"\(o \* \(1.0 / sums\)\)", "o"),
+    Mutation("rescale forgotten", WS, r"o = o \* gl.convert_layout\(alpha[^\n]*", "o = o"),
+    Mutation("sums not rescaled", WS, r"l_i \* gl.convert_layout\(alpha[^\n]*None\] \+", "l_i +"),
+    Mutation(
+        "last block skipped",
+        WS,
+        r"\(seq_kv \+ BLOCK_N - 1\) // BLOCK_N",
+        "gl.maximum(seq_kv // BLOCK_N, 1)",
+    ),
+    Mutation(
+        "keys of the block before", WS_EARLY, r"first - j \* BLOCK_N", "first - (j - 1) * BLOCK_N"
+    ),
+    Mutation(
+        "values of the next block",
+        WS_EARLY,
+        r"first - \(j - 1\) \* BLOCK_N",
+        "first - j * BLOCK_N",
+    ),
+    Mutation(
+        "first block's values skipped",
+        WS,
+        r"last_head, 0, count - 1",
+        "last_head, BLOCK_N, count - 1",
+    ),
+    Mutation("last values of the next tile", WS, r"last_batch, last_head", "batch, head_kv"),
+    Mutation(
+        "tile of another head",
+        WS,
+        r"last_row, batch, head, GROUP",
+        "last_row, batch, next_head, GROUP",
+    ),
+    Mutation("rows of the first group", WS, r"row \+ g \* ROWS", "row"),
+    Mutation(
+        "half of a block for a group too many",
+        WS_HALF,
+        r"GROUP \* ROWS % BLOCK_N == 0",
+        "GROUP * ROWS % BLOCK_N <= ROWS",
+    ),
+    # Shows where a launch has more tiles than blocks, and the launch before left its count.
+    Mutation("counter not reset", WS, r"gl.store\(counter, 0, [^\n]*", "pass"),
+    Mutation(
+        "threshold above fp16", WS_KEPT, r"TAU = gl.constexpr\(8.0\)", "TAU = gl.constexpr(40.0)"
+    ),
+    Mutation(
+        "kept maximum, stale sum",
+        WS_KEPT,
+        r"l_i, m_new, held\n",
+        r"l_i, gl.maximum(m_new, m_i + 1.0), held\n",
+    ),
+    Mutation("half of the head size", WS_PARTS, r"use_acc=True", "use_acc=False"),
+]
+
 MUTATIONS: dict[str, list[Mutation]] = {
+    "flash_ws": [replace(mutation, gpu_only=True) for mutation in _WARP_SPECIALISED],
     "flash": [
         *_everywhere(FULL, CAUSAL, CORNER, GROUPED),
         Mutation("rescale forgotten", FULL, r"acc = acc \* alpha\[:, None\]", "acc = acc"),

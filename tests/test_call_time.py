@@ -5,16 +5,15 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from conftest import ROOT
-
 
 @pytest.fixture
-def call_time(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    folder = ROOT / "benchmarks"
+def call_time(root: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    folder = root / "benchmarks"
     monkeypatch.syspath_prepend(str(folder))
     spec = importlib.util.spec_from_file_location("call_time", folder / "call_time.py")
     assert spec is not None and spec.loader is not None

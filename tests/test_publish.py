@@ -22,12 +22,12 @@ from fagen.problem import make_problem
 from fagen.records import Plan, Records
 from fagen.target import Toolchain, preset
 
-PROBLEM = make_problem(512, 64)
+PROBLEM = make_problem(512, 64, layout="any")  # its default is one of `flash`
 TARGET = preset("h200")
 TOOLS = Toolchain("3.6.0", "12.8.93", "2.11.0")
 POLICY = "graph-rotate-w20-b8-n3"
 DEFAULT = SearchSpace.of(PROBLEM, TARGET).seeds[0]
-# Predicted and measured microseconds of the timed configs; the second is the default.
+# Name, predicted and measured microseconds of the timed configs.
 TIMED = [(64, 9.0, 7.0), (128, 8.0, 8.0), (32, 12.0, 11.0)]
 
 
@@ -41,6 +41,7 @@ def publish(root: Path) -> ModuleType:
 
 
 def config(block_n: int) -> Config:
+    """The config of that many keys a block; 128 stands for the default, whose blocks have 64."""
     return DEFAULT if block_n == 128 else Config("flash", FAMILIES["flash"].Knobs(64, block_n, 4))
 
 
@@ -161,7 +162,8 @@ def test_every_timed_row_and_every_refused_one_is_there(result: dict[str, Any]):
 def test_timed_values_of_each_knob_are_listed(result: dict[str, Any]):
     knobs = result["knobs_timed"]["flash"]
     assert knobs["configs"] == len(TIMED)
-    assert knobs["block_n"] == [32, 64, 128]
+    assert knobs["block_m"] == [64, 128]
+    assert knobs["block_n"] == [32, 64]
     assert knobs["mask"] == ["split"]
 
 

@@ -19,7 +19,7 @@ from fagen.generate.render import environment, render
 from fagen.generate.space import SearchSpace
 from fagen.problem import Problem, make_problem
 from fagen.target import preset
-from golden_cases import CASES, golden_programs
+from golden_cases import CASES, NEWEST, OTHER_IN_NEWEST, golden_programs
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -72,7 +72,9 @@ def test_every_valid_config_renders_a_module_that_keeps_its_promises(problem: Pr
             fixed = len(arguments.args) - len(arguments.defaults)
             assert [a.arg for a in arguments.args[:fixed]] == [a.name for a in entry.args]
         assert program.name in functions
-        assert max(len(line) for line in program.source.splitlines()) <= 110
+        # Gluon hands a kernel's state on as arguments, in lists that are long.
+        width = 110 if program.interpretable else 320
+        assert max(len(line) for line in program.source.splitlines()) <= width
 
 
 def test_seeds_of_every_family_are_choices_of_its_knobs():
@@ -88,7 +90,8 @@ def test_template_uses_only_the_documented_words(name: str):
     text = (settings.template_dir() / family.TEMPLATE).read_text()
     words = jinja2.meta.find_undeclared_variables(environment().parse(text))
     problem, config = next(case for case in CASES if case[1].family == name)
-    shared = {"header", "name", "problem", "knobs", "tl_dtype", "precision", "launch"}
+    shared = {"header", "name", "problem", "knobs", "triton_minor", "launch"}
+    shared |= {"tl_dtype", "precision"}
     assert words <= shared | set(family.context(problem, config.knobs))
 
 
@@ -122,6 +125,10 @@ def test_equal_input_gives_equal_bytes_and_other_knobs_another_name():
     assert first == again
     names = {render(p, c).name for p, c in CASES}
     assert len(names) == len(CASES)
+    # Where the dialects differ, so do the sources; elsewhere a key holds for every release.
+    other = {render(p, c, NEWEST).name for p, c in OTHER_IN_NEWEST}
+    assert names.isdisjoint(other)
+    assert render(problem, config, NEWEST) == first
 
 
 def test_key_ignores_name_header_and_sizes_that_the_source_does_not_hold():

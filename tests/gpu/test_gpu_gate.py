@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import groupby
 
 import pytest
 
 from exact_variants import exact_variants
+from fagen.generate.families import FAMILIES
 from fagen.generate.program import Program
 from fagen.generate.render import render
+from fagen.generate.space import why_invalid
 from fagen.outcome import Status
-from fagen.problem import Problem
+from fagen.problem import Problem, make_problem
 from fagen.target import toolchain
 from fagen.tune.proxies import GpuWorker
 from gpu_fixtures import QUICK, build_all, here
@@ -36,6 +39,12 @@ def worker() -> Iterator[GpuWorker]:
     gpu.close()
 
 
+def families_here() -> list[str]:
+    """Families that this device can run."""
+    problem = make_problem(200, 128)
+    return [n for n, f in FAMILIES.items() if f.why_unsupported(problem, here()) is None]
+
+
 def tried(worker: GpuWorker, programs: list[Program]) -> dict[str, tuple[Status, str]]:
     """Status and reason by name; the programs of one problem together, as it is prepared once."""
     found = {}
@@ -53,10 +62,16 @@ def tried(worker: GpuWorker, programs: list[Program]) -> dict[str, tuple[Status,
 
 
 def test_every_planted_fault_is_caught_and_never_timed(worker: GpuWorker):
-    programs = [mutated(m) for family in MUTATIONS.values() for m in family]
+    minor = toolchain().triton_minor
+    planted = [m for family in MUTATIONS.values() for m in family]
+    programs = [
+        mutated(m, minor) for m in planted if why_invalid(m.case[0], here(), m.case[1]) is None
+    ]
     build_all(programs)
     found = tried(worker, programs)
     assert len(found) == len(programs) >= 36
+    families = Counter(program.config.family for program in programs)
+    assert all(families[family] >= 12 for family in families_here())
     # A fault that reads or writes far outside takes its process with it: that is caught, too.
     missed = [name for name, (status, _) in found.items() if status == Status.OK]
     assert missed == []
@@ -70,4 +85,6 @@ def test_fifty_exact_variants_are_kept(worker: GpuWorker):
     build_all(programs)
     found = tried(worker, programs)
     assert len(found) >= 50
+    families = Counter(config.family for _, config in variants)
+    assert all(families[family] >= 10 for family in families_here())
     assert {name: why for name, why in found.items() if why[0] != Status.OK} == {}

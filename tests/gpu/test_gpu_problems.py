@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from attention import assert_exact, make_inputs, make_outputs, plain_attention
 from exact_variants import exact_variants
+from fagen.generate.families import FAMILIES
 from fagen.generate.program import Program, Sizes
 from fagen.generate.render import render
 from fagen.problem import make_problem
@@ -19,6 +21,7 @@ from fagen.target import toolchain
 from gpu_fixtures import build_all, here
 
 EXAMPLES = 520
+PLAIN = make_problem(200, 128)
 
 KINDS = [
     ("bf16", 128, 128),
@@ -63,7 +66,7 @@ def calls(draw: Any) -> tuple[int, int, int, int, int, int, float]:
 
 
 def test_any_legal_problem_is_exact(runners: list[Runner]):
-    seen: set[str] = set()
+    seen: set[tuple[str, str]] = set()
 
     @settings(
         max_examples=EXAMPLES,
@@ -101,10 +104,13 @@ def test_any_legal_problem_is_exact(runners: list[Runner]):
         o, lse = make_outputs(problem, "cuda:0")
         runner.launch_poisoned(q, k, v, o, lse, scale)
         assert_exact(o, lse, plain_attention(q, k, v, scale, f.causal), v)
-        seen.add(runner.program.name)
+        seen.add((runner.program.config.family, runner.program.name))
 
     check()
-    assert len(seen) >= len(runners) * 3 // 4
+    made = Counter(runner.program.config.family for runner in runners)
+    reached = Counter(family for family, _ in seen)
+    assert all(reached[family] >= count * 3 // 4 for family, count in made.items())
+    assert set(made) >= {n for n, f in FAMILIES.items() if not f.why_unsupported(PLAIN, here())}
 
 
 def _on_device(drawn: torch.Tensor) -> torch.Tensor:

@@ -39,6 +39,7 @@ from fagen.run.kernel import load
 from fagen.run.launch import ThroughTriton
 from fagen.serve import library
 from fagen.target import Target, preset, toolchain
+from interpretable import INTERPRETABLE
 
 H200 = preset("h200")
 # Family, and what its knobs must be: each loop form of flash is an algorithm of its own.
@@ -51,7 +52,7 @@ FORMS: dict[str, tuple[str, dict[str, object]]] = {
 }
 Attend = Callable[..., tuple[Tensor, Tensor]]
 # What the loop forms share (addresses, head sizes, heads) is tried with one form a family.
-each_family = pytest.mark.parametrize("attend", list(FAMILIES), indirect=True)
+each_family = pytest.mark.parametrize("attend", INTERPRETABLE, indirect=True)
 
 
 class Passes:
@@ -615,7 +616,7 @@ torch.save(kernel(q, k, v, return_lse=True), sys.argv[2])
 """
 
 
-@pytest.mark.parametrize("form", FAMILIES)
+@pytest.mark.parametrize("form", INTERPRETABLE)
 def test_c01_another_process_serves_the_winner_with_the_same_bits(form: str, tmp_path: Path):
     q, k, v = qkv(1, (2, 1), (70, 90), (64, 64), "fp16")
     problem = make_problem(70, 64, heads=2, kv_heads=1, seq_kv=90, dtype="fp16")

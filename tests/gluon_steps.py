@@ -1,0 +1,474 @@
+"""Runs a generated Gluon kernel on the CPU, in numpy: Triton's interpreter takes no Gluon.
+
+The module's own text is executed against stand-ins for the few words of Gluon that it uses. Values
+are exact up to the order of sums; layouts mean nothing here. What runs side by side on the device
+is as late or as early as the program allows, so that a missing wait shows as a wrong result:
+
+- the partitions of a block take turns, changed at random where one waits for a barrier;
+- a load by TMA lands when it is issued, a store leaves its tile when it is waited for;
+- a product reads its operands in shared memory when it is waited for.
+
+A block in which every partition waits is a `Deadlock`, a store past the end of a tensor an
+`OutOfBounds`.
+"""
+
+from __future__ import annotations
+
+import ast
+import random
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fagen.generate.families import family_of
+from fagen.generate.program import Program, Sizes
+from fagen.run.arguments import sizes_of
+
+LOG2_E = 1.4426950408889634
+
+
+class Deadlock(Exception):
+    """Every partition of a block waits for a barrier that nobody will complete."""
+
+
+class OutOfBounds(Exception):
+    """A store outside of its tensor."""
+
+
+class Array(np.ndarray):
+    """A tensor in registers."""
+
+    def to(self, dtype: str, bitcast: bool = False) -> Array:
+        return self if bitcast else rounded(self, dtype)
+
+    def permute(self, *axes: int) -> Array:
+        return self.transpose(axes)
+
+
+def rounded(x: np.ndarray, dtype: str) -> Array:
+    """To the nearest value of the dtype, as float32."""
+    if dtype == "fp16":
+        return np.asarray(x, np.float16).astype(np.float32).view(Array)
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    near = (bits + 0x7FFF + (bits >> 16 & 1)) & np.uint32(0xFFFF0000)
+    return np.where(np.isnan(x), x, near.view(np.float32)).astype(np.float32).view(Array)
+
+
+@dataclass
+class Shared:
+    """A tile in shared memory; views share its memory."""
+
+    data: np.ndarray
+
+    @property
+    def address(self) -> int:
+        return int(self.data.__array_interface__["data"][0])
+
+    def index(self, slot: int) -> Shared:
+        assert 0 <= slot < len(self.data)
+        return Shared(self.data[int(slot)])
+
+    def reshape(self, shape: list[int]) -> Shared:
+        view = self.data.reshape(shape)
+        assert np.shares_memory(view, self.data)
+        return Shared(view)
+
+    def permute(self, axes: tuple[int, ...]) -> Shared:
+        return Shared(self.data.transpose(axes))
+
+    def slice(self, start: int, length: int, dim: int) -> Shared:
+        assert start + length <= self.data.shape[dim]
+        return Shared(np.moveaxis(np.moveaxis(self.data, dim, 0)[start : start + length], 0, dim))
+
+    def load(self, layout: object) -> Array:
+        return self.data.copy().view(Array)
+
+    def store(self, value: np.ndarray) -> None:
+        self.data[...] = value
+
+
+@dataclass
+class Pointer:
+    """An address in global memory: elements of `memory`, from `offset` on."""
+
+    memory: np.ndarray
+    offset: Any = 0
+
+    def __add__(self, more: Any) -> Pointer:
+        return Pointer(self.memory, self.offset + more)
+
+    def store(self, value: Any, mask: Any) -> None:
+        where, value, mask = np.broadcast_arrays(self.offset, value, mask)
+        chosen = where[mask]
+        if chosen.size and not (chosen.min() >= 0 and chosen.max() < self.memory.size):
+            raise OutOfBounds(f"elements {chosen.min()} to {chosen.max()} of {self.memory.size}")
+        self.memory[chosen] = value[mask]
+
+
+@dataclass
+class Descriptor:
+    """A tensor (batch, heads, length, columns) as TMA sees it: zeros outside of it."""
+
+    memory: np.ndarray
+    rows: int
+    width: int
+    layout: object = None
+
+    @property
+    def block_type(self) -> SimpleNamespace:
+        return SimpleNamespace(nbytes=2 * self.rows * self.width)
+
+    def parts(self, where: Sequence[int]) -> tuple[Any, Any]:
+        """(what of the tensor, what of the tile) lies in both."""
+        batch, head, row, column = where
+        batches, heads, length, columns = self.memory.shape
+        if not (0 <= batch < batches and 0 <= head < heads):
+            length = 0
+            batch = head = 0
+        first, last = max(row, 0), max(min(row + self.rows, length), 0)
+        end = min(column + self.width, columns)
+        outer = (batch, head, slice(first, max(first, last)), slice(column, end))
+        inner = (slice(first - row, max(first, last) - row), slice(0, end - column))
+        return outer, inner
+
+
+@dataclass
+class Barrier:
+    count: int
+    pending: int
+    bytes: int = 0
+    phase: int = 0
+
+    def settle(self) -> None:
+        assert self.pending >= 0, "more arrivals than the barrier counts"
+        if self.pending == 0 and self.bytes == 0:
+            self.phase += 1
+            self.pending = self.count
+
+
+@dataclass
+class Product:
+    """A product under way."""
+
+    a: Any
+    b: Shared
+    acc: Any
+    use_acc: bool
+    value: Array | None = None
+
+    def finish(self) -> None:
+        a = self.a.data if isinstance(self.a, Shared) else self.a
+        self.value = (np.asarray(a) @ self.b.data).astype(np.float32).view(Array)
+        if self.use_acc:
+            acc = self.acc.value if isinstance(self.acc, Product) else self.acc
+            self.value = self.value + acc
+
+
+@dataclass
+class Flight:
+    """What one partition has under way."""
+
+    products: list[Product] = field(default_factory=list)
+    stores: list[tuple[Descriptor, Any, Shared]] = field(default_factory=list)
+
+
+class Block:
+    """One block: its barriers, and its partitions, of which one runs at a time."""
+
+    def __init__(self, number: int, blocks: int, dice: random.Random) -> None:
+        self.number, self.blocks, self.dice = number, blocks, dice
+        self.barriers: dict[int, Barrier] = {}
+        self.kept: list[np.ndarray] = []  # an address stands for a barrier: none may be freed
+        self.own = threading.local()
+        self.turns: list[threading.Semaphore] = []
+        self.alive: list[int] = []
+        self.idle = 0  # waits in a row that found nothing new
+        self.failure: BaseException | None = None
+
+    def specialize(self, partitions: list[Any], warps: list[int], registers: list[int]) -> None:
+        assert len(partitions) == len(warps) + 1 == len(registers) + 1
+        self.turns = [threading.Semaphore(0) for _ in partitions]
+        self.alive = list(range(len(partitions)))
+        threads = [
+            threading.Thread(target=self._partition, args=(i, function, args))
+            for i, (function, args) in enumerate(partitions)
+        ]
+        for thread in threads:
+            thread.start()
+        self.turns[self.dice.choice(self.alive)].release()
+        for thread in threads:
+            thread.join()
+        if self.failure is not None:
+            raise self.failure
+        assert all(b.bytes == 0 for b in self.barriers.values())
+
+    def _partition(self, i: int, function: Callable[..., None], args: tuple[Any, ...]) -> None:
+        self.own.i, self.own.flight = i, Flight()
+        self.turns[i].acquire()
+        try:
+            if self.failure is None:
+                with np.errstate(all="ignore"):
+                    function(*args)
+                assert not self.own.flight.stores, "a store that nobody waits for"
+        except BaseException as error:
+            self.failure = self.failure or error
+        self.alive.remove(i)
+        self.idle = 0
+        if self.alive:
+            self.turns[self.dice.choice(self.alive)].release()
+
+    def _give_way(self) -> None:
+        i = self.own.i
+        self.turns[self.dice.choice(self.alive)].release()
+        self.turns[i].acquire()
+        if self.failure is not None:
+            raise self.failure
+
+    @property
+    def flight(self) -> Flight:
+        flight: Flight = self.own.flight
+        return flight
+
+    # mbarrier
+
+    def init(self, bar: Shared, count: int) -> None:
+        self.barriers[bar.address] = Barrier(count, count)
+
+    def arrive(self, bar: Shared) -> None:
+        self.expect(bar, 0)
+
+    def expect(self, bar: Shared, nbytes: int) -> None:
+        barrier = self.barriers[bar.address]
+        barrier.bytes += nbytes
+        barrier.pending -= 1
+        barrier.settle()
+        self.idle = 0
+
+    def wait(self, bar: Shared, parity: int) -> None:
+        barrier = self.barriers[bar.address]
+        if self.dice.random() < 0.1:
+            self._give_way()
+        while barrier.phase % 2 == parity:
+            self.idle += 1
+            if self.idle > 40 * len(self.alive):
+                raise Deadlock(f"partition {self.own.i} of {len(self.turns)}")
+            self._give_way()
+
+    # tma
+
+    def load(self, desc: Descriptor, where: Sequence[int], bar: Shared, tile: Shared) -> None:
+        outer, inner = desc.parts(where)
+        flat = tile.data.reshape(desc.rows, desc.width)
+        flat[...] = 0.0
+        flat[inner] = desc.memory[outer]
+        barrier = self.barriers[bar.address]
+        barrier.bytes -= desc.block_type.nbytes
+        barrier.settle()
+        self.idle = 0
+
+    def store(self, desc: Descriptor, where: Sequence[int], tile: Shared) -> None:
+        assert where[2] >= 0, "TMA stores no tile that begins before row 0"
+        self.flight.stores.append((desc, where, tile))
+
+    def store_wait(self, most: int) -> None:
+        while len(self.flight.stores) > most:
+            desc, where, tile = self.flight.stores.pop(0)
+            outer, inner = desc.parts(where)
+            desc.memory[outer] = tile.data.reshape(desc.rows, desc.width)[inner]
+
+    # products
+
+    def multiply(
+        self, a: Any, b: Shared, acc: Any, *, use_acc: bool = True, is_async: bool
+    ) -> Product:
+        assert is_async
+        product = Product(a, b, acc, use_acc)
+        self.flight.products.append(product)
+        return product
+
+    def multiply_wait(self, most: int, wanted: tuple[Any, ...]) -> Any:
+        if self.dice.random() < 0.3:
+            self._give_way()
+        while len(self.flight.products) > most:
+            self.flight.products.pop(0).finish()
+        values = tuple(x.value if isinstance(x, Product) else x for x in wanted)
+        assert all(value is not None for value in values), "used before its product is done"
+        return values if len(values) > 1 else values[0]
+
+    def allocate(self, dtype: str, shape: list[int], layout: object) -> Shared:
+        types = {"i32": np.int32, "i64": np.int64}
+        data = np.zeros(shape, types.get(dtype, np.float32))
+        if dtype not in types:
+            data[...] = np.nan
+        self.kept.append(data)
+        return Shared(data)
+
+
+def _assembly(text: str, letters: str, args: list[Any], *rest: Any) -> Any:
+    """What the inline assembly of the templates computes."""
+    if text.startswith("shfl.sync"):
+        return args[0]
+    if "atom.relaxed" in text:
+        (counter,) = args
+        old = int(counter.memory[counter.offset])
+        counter.memory[counter.offset] = old + 1
+        return old
+    if text.startswith("cvt.rn."):  # a pair in one register: here, in one complex number
+        low, high = (rounded(x, "bf16" if "bf16" in text else "fp16") for x in args)
+        return (low + 1j * high).astype(np.complex64).view(Array)
+    if text.startswith("mov.b32 {$0"):
+        (pair,) = args
+        return pair.real, pair.imag
+    if "vote.sync.any" in text:
+        (alpha,) = args
+        warps = (np.asarray(alpha) < 1.0).reshape(4, 16)
+        return np.repeat(warps.any(1), 16).view(Array)
+    assert "SKIP" in text, text
+    o, alpha, moved = args
+    return np.where(moved, o * alpha, o).view(Array)
+
+
+def _choose(condition: Any, yes: Any, no: Any) -> Any:
+    if np.ndim(condition) == 0:
+        return yes if condition else no
+    return np.where(condition, yes, no).astype(np.float32).view(Array)
+
+
+def _split(x: Array) -> tuple[Array, Array]:
+    return x[..., 0], x[..., 1]
+
+
+def _larger(x: Any, y: Any) -> Any:
+    return np.fmax(x, y)  # as on the device: of a number and a NaN, the number
+
+
+def _words(block: Block) -> dict[str, Any]:
+    def nothing(*_args: object, **_words: object) -> None:
+        return None
+
+    gl = SimpleNamespace(
+        **{name: name for name in ("int16", "int32", "int64", "float32")},
+        **dict.fromkeys(
+            [
+                *("NVMMADistributedLayout", "DistributedLinearLayout", "DotOperandLayout"),
+                *("SliceLayout", "BlockedLayout", "SwizzledSharedLayout"),
+            ],
+            nothing,
+        ),
+        constexpr=lambda value: value,
+        static_range=range,
+        program_id=lambda axis: block.number,
+        num_programs=lambda axis: block.blocks,
+        allocate_shared_memory=block.allocate,
+        warp_specialize=block.specialize,
+        inline_asm_elementwise=_assembly,
+        arange=lambda start, end, layout: np.arange(start, end).view(Array),
+        zeros=lambda shape, dtype, layout: np.zeros(shape, np.float32).view(Array),
+        zeros_like=np.zeros_like,
+        full=lambda shape, value, dtype, layout: np.full(shape, value).view(Array),
+        convert_layout=lambda x, layout: x,
+        join=lambda x, y: np.stack((x, y), -1).view(Array),
+        split=_split,
+        where=_choose,
+        maximum=_larger,
+        minimum=np.minimum,
+        max=np.fmax.reduce,
+        sum=np.sum,
+        exp2=np.exp2,
+        log2=np.log2,
+        store=lambda pointer, value, mask: pointer.store(value, mask),
+    )
+    gl.int32, gl.int64, gl.float16, gl.bfloat16 = "i32", "i64", "fp16", "bf16"
+    return {
+        "gl": gl,
+        "gluon": SimpleNamespace(jit=lambda function: function),
+        "fence_async_shared": nothing,
+        "mbarrier": SimpleNamespace(
+            MBarrierLayout=nothing,
+            init=block.init,
+            arrive=block.arrive,
+            expect=block.expect,
+            wait=block.wait,
+        ),
+        "tma": SimpleNamespace(
+            async_copy_global_to_shared=block.load,
+            async_copy_shared_to_global=block.store,
+            async_load=block.load,
+            async_store=block.store,
+            store_wait=block.store_wait,
+        ),
+        "warpgroup_mma": block.multiply,
+        "warpgroup_mma_wait": block.multiply_wait,
+    }
+
+
+class Stepper:
+    """A Program of one Gluon kernel, as a launch(q, k, v, o, lse, scale) on CPU tensors."""
+
+    def __init__(self, program: Program, sm_count: int = 3, seed: int = 0) -> None:
+        # Integers are as long as they need to be, and sizes have no methods.
+        tree = ast.parse(program.source.replace(".to(gl.int64)", ""))
+        tree.body = [node for node in tree.body if not isinstance(node, ast.ImportFrom)]
+        self.program = program
+        self.sm_count = sm_count
+        self.dice = random.Random(seed)
+        self.counter = np.zeros(1, np.int64)
+        self._code = compile(tree, program.name, "exec")
+
+    def function(self, name: str, block: Block | None = None) -> Callable[..., Any]:
+        """A function of the module by its name."""
+        words = _words(block or Block(0, 1, self.dice))
+        exec(self._code, words)
+        found: Callable[..., Any] = words[name]
+        return found
+
+    def launch(
+        self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float
+    ) -> None:
+        """As `Runner.launch`; `o` and `lse` are contiguous."""
+        sizes = sizes_of(q, k, v)
+        if sizes.batch * sizes.heads_q * sizes.seq_q == 0:
+            return
+        if sizes.seq_kv == 0:
+            o.zero_()
+            lse.fill_(-torch.inf)
+            return
+        problem, knobs = self.program.problem, self.program.config.knobs
+        family = family_of(self.program.config)
+        out = o.float().numpy()
+        tensors = {"q": q, "k": k, "v": v}
+        memory = {name: x.float().numpy() for name, x in tensors.items()} | {"o": out}
+        (entry,) = self.program.entries
+        values: dict[str, Any] = {
+            "counter": Pointer(self.counter),
+            "O": Pointer(out.reshape(-1)),
+            "LSE": Pointer(lse.numpy().reshape(-1)),
+            "scale_log2": np.float32(scale * LOG2_E),
+            **_sizes(sizes),
+            **family.scalars(problem, knobs, sizes),
+        }
+        args = [
+            _descriptor(arg.type, memory[arg.name[0]])
+            if arg.type.startswith("tensordesc")
+            else values[arg.name]
+            for arg in entry.args
+        ]
+        grid, *_ = family.grid(problem, knobs, 0, sizes, self.sm_count)
+        for number in range(grid):
+            self.function(entry.function, Block(number, grid, self.dice))(*args)
+        o.copy_(torch.from_numpy(out))
+
+
+def _sizes(sizes: Sizes) -> dict[str, int]:
+    return {**sizes._asdict(), "group": sizes.heads_q // sizes.heads_kv}
+
+
+def _descriptor(word: str, memory: np.ndarray) -> Descriptor:
+    rows, width = (int(n) for n in word[word.index("[") + 1 : word.index("]")].split(",")[2:])
+    return Descriptor(memory, rows, width)

@@ -1,0 +1,337 @@
+"""flash_ws without a GPU: its arithmetic for any sizes, and its kernels step by step in numpy."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from attention import assert_exact, make_inputs, make_outputs, plain_attention
+from fagen.config import Config
+from fagen.generate.families import flash_ws
+from fagen.generate.families.base import every_choice
+from fagen.generate.program import Program, Sizes
+from fagen.generate.render import render
+from fagen.generate.space import why_invalid
+from fagen.judge.verify import Gate
+from fagen.outcome import Verdict
+from fagen.problem import ITEM_BYTES, Problem, make_problem
+from fagen.target import preset
+from gluon_steps import Deadlock, OutOfBounds, Stepper
+from mutations import MUTATIONS, Mutation, mutated
+
+H200 = preset("h200")
+ROWS = flash_ws.ROWS
+LENGTHS = st.integers(1, 1100)
+CAUSAL = st.sampled_from(["none", "top_left", "bottom_right"])
+EVERY = list(every_choice(flash_ws.Knobs))
+
+
+def problem_of(seq_q: int, seq_kv: int, causal: str, head_dim: int = 64, **words: Any) -> Problem:
+    return make_problem(
+        seq_q,
+        head_dim,
+        seq_kv=seq_kv,
+        causal=causal != "none",
+        causal_align=causal if causal != "none" else "top_left",
+        **words,
+    )
+
+
+# Head dims in parts
+
+
+def test_a_head_dim_is_cut_where_that_wastes_less():
+    cut = {dim: [part.width for part in flash_ws.parts(dim)] for dim in range(1, 257)}
+    assert [cut[dim] for dim in (64, 96, 80, 112, 128, 192, 160, 256)] == [
+        *([64], [64, 32], [64, 16], [128], [128], [128, 64], [128, 32], [256]),
+    ]
+    assert all(len(widths) <= 2 for widths in cut.values())
+    assert all(width >= 16 and width & (width - 1) == 0 for w in cut.values() for width in w)
+
+
+@pytest.mark.parametrize("dim", range(1, 257))
+def test_parts_of_a_head_dim_cover_it_and_do_not_overlap(dim: int):
+    parts = flash_ws.parts(dim)
+    starts = [sum(part.width for part in parts[:i]) for i in range(len(parts))]
+    assert [part.start for part in parts] == starts
+    assert parts[-1].start < dim <= sum(part.width for part in parts)
+    assert len({part.suffix for part in parts}) == len(parts)
+    for part in parts:
+        if part.width < 32:
+            continue
+        # Registers, lanes and warps: every row and column of the tile has one place.
+        lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
+        bases = [*part.registers, *lanes, [16, 0], [32, 0]]
+        rows = [[1 << bit, 0] for bit in range(6)]
+        columns = [[0, 1 << bit] for bit in range(part.width.bit_length() - 1)]
+        assert sorted(bases) == sorted(rows + columns)
+
+
+# Grid and numbers of a launch
+
+
+@given(
+    batch=st.integers(1, 8),
+    heads_kv=st.sampled_from([1, 2, 3, 8, 40]),
+    ratio=st.sampled_from([1, 2, 7]),
+    seq_kv=st.integers(1, 200_000),
+    dim=st.sampled_from([64, 96, 128, 256]),
+    megabytes=st.sampled_from([32, 64]),
+)
+def test_a_section_divides_the_heads_and_fits_what_it_may_hold(
+    batch: int, heads_kv: int, ratio: int, seq_kv: int, dim: int, megabytes: int
+):
+    heads = heads_kv * ratio
+    problem = make_problem(
+        512, dim, batch=batch, heads=heads, kv_heads=heads_kv, seq_kv=seq_kv, causal=True
+    )
+    knobs = flash_ws.Knobs(section_mb=megabytes)
+    section = flash_ws.scalars(problem, knobs, Sizes.of(problem))["section"]
+    assert batch * heads % section == 0
+
+    def size(section: int) -> float:
+        return section / ratio * seq_kv * 2 * dim * ITEM_BYTES[problem.shape.dtype]
+
+    assert section == 1 or size(section) <= megabytes * 1e6
+    larger = [n for n in range(section + 1, batch * heads + 1) if batch * heads % n == 0]
+    assert all(size(n) > megabytes * 1e6 for n in larger)
+
+
+@given(seq_q=LENGTHS, seq_kv=LENGTHS, causal=CAUSAL, block_m=st.sampled_from([64, 128, 192]))
+def test_the_grid_has_a_block_for_each_place_or_tile(
+    seq_q: int, seq_kv: int, causal: str, block_m: int
+):
+    problem = problem_of(seq_q, seq_kv, causal, batch=2, heads=3, kv_heads=3)
+    knobs = flash_ws.Knobs(block_m, 64, 4)
+    sizes = Sizes.of(problem)
+    numbers = flash_ws.scalars(problem, knobs, sizes)
+    assert numbers["tiles"] == 6 * numbers["tiles_m"]
+    places = 132 * (2 if block_m == ROWS else 1)
+    assert flash_ws.grid(problem, knobs, 0, sizes, 132) == (min(places, numbers["tiles"]), 1, 1)
+    # Tiles reach from the end down to row 0, and no whole tile lies above the first row.
+    first = numbers["end_row"] - numbers["tiles_m"] * block_m if causal != "none" else 0
+    assert -block_m < first <= 0
+    assert numbers["end_row"] >= seq_q
+
+
+# Which keys a row meets, by the functions of the generated module itself
+
+
+def module_of(problem: Problem, knobs: flash_ws.Knobs) -> Stepper:
+    return Stepper(render(problem, Config("flash_ws", knobs)))
+
+
+def functions(problem: Problem, knobs: flash_ws.Knobs) -> tuple[Callable[..., Any], ...]:
+    stepper = module_of(problem, knobs)
+    return stepper.function("locate"), stepper.function("key_blocks")
+
+
+@settings(deadline=None, max_examples=400)
+@given(
+    seq_q=LENGTHS,
+    seq_kv=LENGTHS,
+    causal=CAUSAL,
+    tiles=st.sampled_from([(64, 64), (64, 128), (128, 64), (128, 128), (192, 64), (192, 128)]),
+    half=st.booleans(),
+)
+def test_every_visible_pair_is_computed_once(
+    seq_q: int, seq_kv: int, causal: str, tiles: tuple[int, int], half: bool
+):
+    block_m, block_n = tiles
+    slots = next(
+        k.slots
+        for k in EVERY
+        if (k.block_m, k.block_n) == tiles and (causal == "none" or _rings_fit(k))
+    )
+    if half:
+        assume(causal != "none" and tiles == (128, 128) and seq_q <= seq_kv)
+    problem = problem_of(seq_q, seq_kv, causal, batch=2, heads=2, kv_heads=2)
+    knobs = flash_ws.Knobs(block_m, block_n, slots, half_diagonal=half)
+    locate, key_blocks = functions(problem, knobs)
+    numbers = flash_ws.scalars(problem, knobs, Sizes.of(problem))
+    sizes = (2, 1, seq_q, seq_kv, *numbers.values())
+    shift = seq_kv - seq_q if causal == "bottom_right" else 0
+    met: Counter[tuple[int, int, int]] = Counter()
+    for i in range(numbers["tiles"]):
+        row, batch, head = (int(x) for x in locate(i, *sizes))
+        whole = key_blocks(row + block_m, seq_q, seq_kv) if causal != "none" else None
+        for group in range(block_m // ROWS):
+            end = row + (group + 1) * ROWS
+            blocks = int(key_blocks(end, seq_q, seq_kv))
+            if whole is not None:  # what the group skips is in the ring, all of it
+                assert 0 <= whole - blocks < slots
+            # Keys that the first block is computed for: half of them under half_diagonal.
+            width = block_n // 2 if half and group * ROWS % block_n == 0 else block_n
+            unmasked, most = (blocks - 1) * block_n, (blocks - 1) * block_n + width
+            for r in range(max(end - ROWS, 0), min(end, seq_q)):
+                met[batch, head, r] += 1
+                seen = seq_kv if causal == "none" else max(0, min(r + shift + 1, seq_kv))
+                # Blocks after the first are summed without a mask: all of their keys are seen.
+                assert seen >= unmasked
+                assert seen <= most
+    assert met == {(b, h, r): 1 for b in range(2) for h in range(2) for r in range(seq_q)}
+    assert int(locate(numbers["tiles"], *sizes)[1]) == -1
+
+
+def _rings_fit(knobs: flash_ws.Knobs) -> bool:
+    return knobs.slots > (knobs.block_m - 1) // knobs.block_n
+
+
+def test_half_a_block_is_not_enough_with_more_rows_than_keys():
+    # Rows 128 to 191 end at key 127 then, in the middle of nothing: the whole block is seen.
+    problem = problem_of(256, 128, "top_left")
+    knobs = flash_ws.Knobs(128, 128, 2, half_diagonal=True)
+    program = render(problem, Config("flash_ws", knobs))
+    assert program.why_too_large(Sizes.of(problem)) is not None
+    _, key_blocks = functions(problem, knobs)
+    assert key_blocks(192, 256, 128) * 128 == 128  # of which half would be 64
+
+
+# Whole kernels
+
+VALID_DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (24, 40), (256, 256), (80, 120)]
+
+
+@st.composite
+def calls(draw: Any) -> tuple[Problem, Config, int]:
+    dim, dim_v = draw(st.sampled_from(VALID_DIMS))
+    ends = st.sampled_from([1, 2, 63, 64, 65, 127, 128, 129, 191, 193, 260])
+    heads_kv = draw(st.sampled_from([1, 2]))
+    problem = problem_of(
+        draw(ends),
+        draw(ends),
+        draw(CAUSAL),
+        dim,
+        batch=draw(st.sampled_from([1, 2])),
+        heads=heads_kv * draw(st.sampled_from([1, 3])),
+        kv_heads=heads_kv,
+        head_dim_v=dim_v,
+        dtype=draw(st.sampled_from(["bf16", "fp16"])),
+        layout="aligned16",
+        scale_sign=draw(st.sampled_from(["positive", "any"])),
+    )
+    config = Config("flash_ws", draw(st.sampled_from(EVERY)))
+    assume(why_invalid(problem, H200, config) is None)
+    assume(render(problem, config).why_too_large(Sizes.of(problem)) is None)
+    return problem, config, draw(st.integers(0, 1 << 20))
+
+
+# N01, N02, N03, N04, N05
+@settings(
+    max_examples=100,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+@given(call=calls())
+def test_any_legal_problem_is_exact_and_ends(call: tuple[Problem, Config, int]):
+    problem, config, seed = call
+    scale = -0.3 if problem.features.scale == "any" and seed % 2 else 0.2
+    stepper = Stepper(render(problem, config), seed=seed)
+    q, k, v = make_inputs(problem, torch.Generator().manual_seed(seed))
+    o, lse = make_outputs(problem)
+    for _ in range(2):  # the second launch finds the counter as the first left it
+        o.fill_(torch.nan)
+        stepper.launch(q, k, v, o, lse, scale)
+        assert_exact(o, lse, plain_attention(q, k, v, scale, problem.features.causal), v)
+        assert stepper.counter[0] == 0
+
+
+def test_both_dialects_of_a_kernel_do_the_same():
+    problem = problem_of(200, 330, "bottom_right", 96)
+    config = Config("flash_ws", flash_ws.Knobs(half_diagonal=True))
+    q, k, v = make_inputs(problem, torch.Generator().manual_seed(0))
+    results = []
+    for minor in ((3, 6), (3, 9)):
+        o, lse = make_outputs(problem)
+        Stepper(render(problem, config, minor)).launch(q, k, v, o, lse, 0.1)
+        results.append((o, lse))
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+
+
+# Planted faults, and faults of order, which a device shows only now and then
+
+
+@pytest.fixture(scope="module")
+def gates() -> dict[str, Gate]:
+    return {}
+
+
+def judged(gates: dict[str, Gate], program: Program) -> Verdict:
+    problem = program.problem
+    gate = gates.setdefault(problem.key, Gate(problem, torch.device("cpu")))
+    tile = flash_ws.tile(program.config.knobs)
+    return gate.check(Stepper(program).launch, tile, program.limits, level="quick")
+
+
+CASES = {str(m.case): m.case for m in MUTATIONS["flash_ws"]}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=lambda case: str(case[1]))
+def test_the_kernel_that_faults_are_planted_in_passes_the_gate(
+    gates: dict[str, Gate], case: tuple[Problem, Config]
+):
+    problem, config = case
+    assert why_invalid(problem, H200, config) is None
+    verdict = judged(gates, render(problem, config))
+    assert [check for check in verdict.checks if not check.passed] == []
+
+
+# T01
+@pytest.mark.parametrize("mutation", MUTATIONS["flash_ws"], ids=lambda mutation: mutation.name)
+def test_planted_fault_ends_and_is_caught(gates: dict[str, Gate], mutation: Mutation):
+    try:
+        verdict = judged(gates, mutated(mutation))
+    except OutOfBounds:  # on a device it lands in the guard around the output
+        assert "past its end" in mutation.name
+    else:
+        assert not verdict.passed
+
+
+PAIR = (make_problem(300, 64, dtype="fp16"), Config("flash_ws", flash_ws.Knobs(128, 64, 2)))
+V_LANDED = r"    mbarrier.wait\(v_full.index\(v_slot\)[^\n]*\n(?=    o = start_values\(p,)"
+RELEASE_K = r"(    s = warpgroup_mma_wait\(1, [^\n]*\n)(    mbarrier.expect\(k_empty[^\n]*\n)"
+
+
+@pytest.mark.parametrize(
+    "mutation",
+    [
+        Mutation("values read before they landed", PAIR, V_LANDED, ""),
+        Mutation("keys given back before they were read", PAIR, RELEASE_K, r"\2\1"),
+        Mutation("output tile overwritten", PAIR, r"tma.store_wait\(0\)\n( +o_out)", r"pass\n\1"),
+    ],
+    ids=lambda mutation: mutation.name,
+)
+def test_a_missing_wait_shows(mutation: Mutation):
+    problem, _ = mutation.case
+    q, k, v = make_inputs(problem, torch.Generator().manual_seed(0))
+    o, lse = make_outputs(problem)
+
+    def results(program: Program) -> list[torch.Tensor]:
+        found = []
+        for seed in range(4):
+            Stepper(program, seed=seed).launch(q, k, v, o, lse, 0.1)
+            found.append(o.clone())
+        return found
+
+    right, *others = results(render(*mutation.case))
+    assert all(torch.equal(right, other) for other in others)
+    # A partition may also run so far ahead that the phase of a barrier comes round again.
+    with suppress(Deadlock):
+        assert not all(torch.equal(right, other) for other in results(mutated(mutation)))
+
+
+def test_a_slot_that_is_not_given_back_stops_the_kernel():
+    mutation = Mutation("kept slot", PAIR, r"mbarrier.expect\(v_empty[^\n]*", "pass")
+    problem, _ = mutation.case
+    q, k, v = make_inputs(problem, torch.Generator().manual_seed(0))
+    with pytest.raises(Deadlock):
+        Stepper(mutated(mutation)).launch(q, k, v, *make_outputs(problem), 0.1)
