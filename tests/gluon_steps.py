@@ -15,6 +15,7 @@ A block in which every partition waits is a `Deadlock`, a store past the end of 
 from __future__ import annotations
 
 import ast
+import math
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fagen.generate.descriptors import block_shape
 from fagen.generate.families import family_of
 from fagen.generate.program import Program, Sizes
 from fagen.run.arguments import sizes_of
@@ -113,29 +115,25 @@ class Pointer:
 
 @dataclass
 class Descriptor:
-    """A tensor (batch, heads, length, columns) as TMA sees it: zeros outside of it."""
+    """A tensor as TMA sees it, zeros outside of it, and the box that a copy moves."""
 
     memory: np.ndarray
-    rows: int
-    width: int
+    box: list[int]
     layout: object = None
 
     @property
     def block_type(self) -> SimpleNamespace:
-        return SimpleNamespace(nbytes=2 * self.rows * self.width)
+        return SimpleNamespace(nbytes=2 * math.prod(self.box))
 
     def parts(self, where: Sequence[int]) -> tuple[Any, Any]:
         """(what of the tensor, what of the tile) lies in both."""
-        batch, head, row, column = where
-        batches, heads, length, columns = self.memory.shape
-        if not (0 <= batch < batches and 0 <= head < heads):
-            length = 0
-            batch = head = 0
-        first, last = max(row, 0), max(min(row + self.rows, length), 0)
-        end = min(column + self.width, columns)
-        outer = (batch, head, slice(first, max(first, last)), slice(column, end))
-        inner = (slice(first - row, max(first, last) - row), slice(0, end - column))
-        return outer, inner
+        outer, inner = [], []
+        for start, size, length in zip(where, self.box, self.memory.shape, strict=True):
+            first = max(start, 0)
+            last = max(first, min(start + size, length))
+            outer.append(slice(first, last))
+            inner.append(slice(first - start, last - start))
+        return tuple(outer), tuple(inner)
 
 
 @dataclass
@@ -264,9 +262,9 @@ class Block:
 
     def load(self, desc: Descriptor, where: Sequence[int], bar: Shared, tile: Shared) -> None:
         outer, inner = desc.parts(where)
-        flat = tile.data.reshape(desc.rows, desc.width)
-        flat[...] = 0.0
-        flat[inner] = desc.memory[outer]
+        box = tile.data.reshape(desc.box)
+        box[...] = 0.0
+        box[inner] = desc.memory[outer]
         barrier = self.barriers[bar.address]
         barrier.bytes -= desc.block_type.nbytes
         barrier.settle()
@@ -280,7 +278,7 @@ class Block:
         while len(self.flight.stores) > most:
             desc, where, tile = self.flight.stores.pop(0)
             outer, inner = desc.parts(where)
-            desc.memory[outer] = tile.data.reshape(desc.rows, desc.width)[inner]
+            desc.memory[outer] = tile.data.reshape(desc.box)[inner]
 
     # products
 
@@ -348,6 +346,10 @@ def _larger(x: Any, y: Any) -> Any:
     return np.fmax(x, y)  # as on the device: of a number and a NaN, the number
 
 
+def _itself(thing: Any) -> Any:
+    return thing
+
+
 def _words(block: Block) -> dict[str, Any]:
     def nothing(*_args: object, **_words: object) -> None:
         return None
@@ -384,10 +386,12 @@ def _words(block: Block) -> dict[str, Any]:
         log2=np.log2,
         store=lambda pointer, value, mask: pointer.store(value, mask),
     )
+    gl.tensor = gl.shared_memory_descriptor = object
     gl.int32, gl.int64, gl.float16, gl.bfloat16 = "i32", "i64", "fp16", "bf16"
     return {
         "gl": gl,
-        "gluon": SimpleNamespace(jit=lambda function: function),
+        "gluon": SimpleNamespace(jit=_itself, constexpr_function=_itself),
+        "aggregate": _itself,
         "fence_async_shared": nothing,
         "mbarrier": SimpleNamespace(
             MBarrierLayout=nothing,
@@ -451,10 +455,10 @@ class Stepper:
             "LSE": Pointer(lse.numpy().reshape(-1)),
             "scale_log2": np.float32(scale * LOG2_E),
             **_sizes(sizes),
-            **family.scalars(problem, knobs, sizes),
+            **family.scalars(problem, knobs, sizes, self.sm_count),
         }
         args = [
-            _descriptor(arg.type, memory[arg.name[0]])
+            _descriptor(arg.type, memory[arg.name[0]], sizes.heads_kv)
             if arg.type.startswith("tensordesc")
             else values[arg.name]
             for arg in entry.args
@@ -469,6 +473,9 @@ def _sizes(sizes: Sizes) -> dict[str, int]:
     return {**sizes._asdict(), "group": sizes.heads_q // sizes.heads_kv}
 
 
-def _descriptor(word: str, memory: np.ndarray) -> Descriptor:
-    rows, width = (int(n) for n in word[word.index("[") + 1 : word.index("]")].split(",")[2:])
-    return Descriptor(memory, rows, width)
+def _descriptor(word: str, memory: np.ndarray, heads_kv: int) -> Descriptor:
+    box = block_shape(word)
+    if len(box) == 5:  # heads that share keys, as a dimension after the rows
+        batch, heads, rows, dim = memory.shape
+        memory = memory.reshape(batch, heads_kv, heads // heads_kv, rows, dim).swapaxes(2, 3)
+    return Descriptor(memory, box)

@@ -72,19 +72,27 @@ CASES: list[tuple[Problem, Config]] = [
     (_FULL, _flash_ws(block_m=64, block_n=64, claim="early", output="stores")),
     (
         _CAUSAL,
-        _flash_ws(half_diagonal=True, ping_pong=True, hold_wait="steps", claim="early"),
+        _flash_ws(half_diagonal=True, ping_pong=True, hold_wait=True, claim="early"),
     ),
     (
         make_problem(4096, 64, causal=True),
         _flash_ws(block_m=192, slots=3, boundary="finish", ping_pong=True, section_mb=64),
     ),
-    (make_problem(256, 64), _flash_ws(block_n=64, hold_wait="boundary")),
+    (make_problem(256, 64), _flash_ws(block_n=64, hold_wait=True)),
     (
         make_problem(4096, 256),
         _flash_ws(block_n=64, boundary="finish", rescale_tau=8.0, output="stores"),
     ),
-    (_CORNER_96, _flash_ws(hold_wait="both", half_diagonal=True)),
-    (_WIDE_PADDED, _flash_ws(boundary="finish", output="stores", hold_wait="steps")),
+    (_CORNER_96, _flash_ws(hold_wait=True, half_diagonal=True)),
+    (
+        make_problem(40, 128, seq_kv=900, heads=8, kv_heads=2, causal=True),
+        _flash_ws(block_n=64, slots=3, pack_heads=True, boundary="finish"),
+    ),
+    (
+        make_problem(16, 128, seq_kv=900, heads=8, kv_heads=2),
+        _flash_ws(block_m=64, block_n=64, pack_heads=True, boundary="finish", output="stores"),
+    ),
+    (_WIDE_PADDED, _flash_ws(boundary="finish", output="stores", hold_wait=True)),
 ]
 
 # Gluon's words for loads and stores by TMA changed after 3.7.

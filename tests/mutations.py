@@ -84,7 +84,11 @@ WS_CORNER = _flash_ws(_CORNER)
 WS_GROUPED = _flash_ws(_GROUPED)
 WS_EARLY = _flash_ws(_FULL, claim="early", ping_pong=True)
 WS_STORES = _flash_ws(_FULL, output="stores", boundary="finish")
-WS_KEPT = _flash_ws(_FULL, rescale_tau=8.0, hold_wait="both")
+WS_KEPT = _flash_ws(_FULL, rescale_tau=8.0, boundary="finish", hold_wait=True)
+WS_PACKED = _flash_ws(
+    make_problem(37, 24, heads=8, kv_heads=2, seq_kv=300, dtype="fp16", causal=True),
+    pack_heads=True,
+)
 WS_PARTS = _flash_ws(make_problem(500, 96, dtype="fp16"))
 
 _STORE_LAST = (r"tl.store\(LSE \+ out, lse, mask=rows < seq_q\)", r"tl.store(LSE + out, lse)")
@@ -152,12 +156,12 @@ _WARP_SPECIALISED = [
     Mutation(
         "one key too many", WS_CAUSAL, r"<= last_seen\[:, None\]", "<= last_seen[:, None] + 1"
     ),
-    Mutation("wrong corner", WS_CORNER, r"rows \+ seq_kv - seq_q", "rows"),
-    Mutation("pad key counted", WS, r"< seq_kv, s,", "<= seq_kv, s,"),
+    Mutation("wrong corner", WS_CORNER, r"rows \+ launch.seq_kv - launch.seq_q", "rows"),
+    Mutation("pad key counted", WS, r"< launch.seq_kv, s,", "<= launch.seq_kv, s,"),
     Mutation("LSE in log2", WS, r" \* 0.6931471805599453", ""),
-    Mutation("LSE past its end", WS, r" & \(lse_rows < seq_q\)", ""),
-    Mutation("output past its end", WS_STORES, r" & \(rows < seq_q\)", ""),
-    Mutation("wrong key head", WS_GROUPED, r"head // group", "head % group"),
+    Mutation("LSE past its end", WS, r" & \(lse_rows < launch.seq_q\)", ""),
+    Mutation("output past its end", WS_STORES, r" & \(rows < launch.seq_q\)", ""),
+    Mutation("wrong key head", WS_GROUPED, r"head // launch.group", "head % launch.group"),
     Mutation("maximum not subtracted", WS, r"- (m_new|m_i)\[:, None\]\)", "- 0.0)"),
     Mutation(
         "hidden row is NaN",
@@ -173,21 +177,19 @@ _WARP_SPECIALISED = [
     ),
     Mutation("sum not divided", WS, r"\(o \* \(1.0 / sums\)\)", "o"),
     Mutation("rescale forgotten", WS, r"o = o \* gl.convert_layout\(alpha[^\n]*", "o = o"),
-    Mutation("sums not rescaled", WS, r"l_i \* gl.convert_layout\(alpha[^\n]*None\] \+", "l_i +"),
+    Mutation("sums not rescaled", WS, r"l_i = l_i \* gl.convert_layout\(alpha[^\n]*", "l_i = l_i"),
     Mutation(
         "last block skipped",
         WS,
-        r"\(seq_kv \+ BLOCK_N - 1\) // BLOCK_N",
-        "gl.maximum(seq_kv // BLOCK_N, 1)",
+        r"\(launch.seq_kv \+ BLOCK_N - 1\) // BLOCK_N",
+        "gl.maximum(launch.seq_kv // BLOCK_N, 1)",
     ),
-    Mutation(
-        "keys of the block before", WS_EARLY, r"first - j \* BLOCK_N", "first - (j - 1) * BLOCK_N"
-    ),
+    Mutation("keys of the block before", WS_EARLY, r"n - j \* BLOCK_N", "n - (j - 1) * BLOCK_N"),
     Mutation(
         "values of the next block",
         WS_EARLY,
-        r"first - \(j - 1\) \* BLOCK_N",
-        "first - j * BLOCK_N",
+        r"n - \(j - 1\) \* BLOCK_N",
+        "n - j * BLOCK_N",
     ),
     Mutation(
         "first block's values skipped",
@@ -199,8 +201,8 @@ _WARP_SPECIALISED = [
     Mutation(
         "tile of another head",
         WS,
-        r"last_row, batch, head, GROUP",
-        "last_row, batch, next_head, GROUP",
+        r"launch, last_row, batch, head, GROUP",
+        "launch, last_row, batch, next_head, GROUP",
     ),
     Mutation("rows of the first group", WS, r"row \+ g \* ROWS", "row"),
     Mutation(
@@ -220,6 +222,7 @@ _WARP_SPECIALISED = [
         r"l_i, m_new, held\n",
         r"l_i, gl.maximum(m_new, m_i + 1.0), held\n",
     ),
+    Mutation("packed row as a query", WS_PACKED, r"LAYOUT\)\)\) // PACK", "LAYOUT)))"),
     Mutation("half of the head size", WS_PARTS, r"use_acc=True", "use_acc=False"),
 ]
 

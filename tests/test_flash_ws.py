@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ H200 = preset("h200")
 ROWS = flash_ws.ROWS
 LENGTHS = st.integers(1, 1100)
 CAUSAL = st.sampled_from(["none", "top_left", "bottom_right"])
+SM_COUNT = H200.sm_count
 EVERY = list(every_choice(flash_ws.Knobs))
 
 
@@ -81,27 +83,30 @@ def test_parts_of_a_head_dim_cover_it_and_do_not_overlap(dim: int):
     batch=st.integers(1, 8),
     heads_kv=st.sampled_from([1, 2, 3, 8, 40]),
     ratio=st.sampled_from([1, 2, 7]),
-    seq_kv=st.integers(1, 200_000),
+    seq=st.integers(1, 200_000),
     dim=st.sampled_from([64, 96, 128, 256]),
-    megabytes=st.sampled_from([32, 64]),
+    megabytes=st.sampled_from([8, 32, 64]),
 )
-def test_a_section_divides_the_heads_and_fits_what_it_may_hold(
-    batch: int, heads_kv: int, ratio: int, seq_kv: int, dim: int, megabytes: int
+def test_a_section_fits_what_it_may_hold_and_the_last_ends_together(
+    batch: int, heads_kv: int, ratio: int, seq: int, dim: int, megabytes: int
 ):
-    heads = heads_kv * ratio
+    heads = heads_kv * ratio * batch
     problem = make_problem(
-        512, dim, batch=batch, heads=heads, kv_heads=heads_kv, seq_kv=seq_kv, causal=True
+        seq, dim, batch=batch, heads=heads_kv * ratio, kv_heads=heads_kv, causal=True
     )
     knobs = flash_ws.Knobs(section_mb=megabytes)
-    section = flash_ws.scalars(problem, knobs, Sizes.of(problem))["section"]
-    assert batch * heads % section == 0
-
-    def size(section: int) -> float:
-        return section / ratio * seq_kv * 2 * dim * ITEM_BYTES[problem.shape.dtype]
-
-    assert section == 1 or size(section) <= megabytes * 1e6
-    larger = [n for n in range(section + 1, batch * heads + 1) if batch * heads % n == 0]
-    assert all(size(n) > megabytes * 1e6 for n in larger)
+    numbers = flash_ws.scalars(problem, knobs, Sizes.of(problem), SM_COUNT)
+    section, sections = numbers["section"], numbers["sections"]
+    size = section / ratio * seq * 2 * dim * ITEM_BYTES[problem.shape.dtype]
+    assert section >= 1 and (section == 1 or size <= megabytes * 1e6)
+    last = heads - section * sections
+    assert last > 0
+    waves = last * numbers["tiles_m"] / SM_COUNT
+    assert waves >= flash_ws.LAST_WAVES or sections == 0
+    # Not a section more than it takes.
+    assert sections == 0 or (last - sections + 1) * numbers["tiles_m"] <= (
+        flash_ws.LAST_WAVES * SM_COUNT + numbers["tiles_m"]
+    )
 
 
 @given(seq_q=LENGTHS, seq_kv=LENGTHS, causal=CAUSAL, block_m=st.sampled_from([64, 128, 192]))
@@ -111,14 +116,14 @@ def test_the_grid_has_a_block_for_each_place_or_tile(
     problem = problem_of(seq_q, seq_kv, causal, batch=2, heads=3, kv_heads=3)
     knobs = flash_ws.Knobs(block_m, 64, 4)
     sizes = Sizes.of(problem)
-    numbers = flash_ws.scalars(problem, knobs, sizes)
+    numbers = flash_ws.scalars(problem, knobs, sizes, SM_COUNT)
     assert numbers["tiles"] == 6 * numbers["tiles_m"]
     places = 132 * (2 if block_m == ROWS else 1)
     assert flash_ws.grid(problem, knobs, 0, sizes, 132) == (min(places, numbers["tiles"]), 1, 1)
     # Tiles reach from the end down to row 0, and no whole tile lies above the first row.
     first = numbers["end_row"] - numbers["tiles_m"] * block_m if causal != "none" else 0
     assert -block_m < first <= 0
-    assert numbers["end_row"] >= seq_q
+    assert causal == "none" or numbers["end_row"] >= seq_q
 
 
 # Which keys a row meets, by the functions of the generated module itself
@@ -155,16 +160,16 @@ def test_every_visible_pair_is_computed_once(
     problem = problem_of(seq_q, seq_kv, causal, batch=2, heads=2, kv_heads=2)
     knobs = flash_ws.Knobs(block_m, block_n, slots, half_diagonal=half)
     locate, key_blocks = functions(problem, knobs)
-    numbers = flash_ws.scalars(problem, knobs, Sizes.of(problem))
-    sizes = (2, 1, seq_q, seq_kv, *numbers.values())
+    numbers = flash_ws.scalars(problem, knobs, Sizes.of(problem), 1)
+    launch = SimpleNamespace(**{"seq_q": seq_q, "seq_kv": seq_kv, **numbers})
     shift = seq_kv - seq_q if causal == "bottom_right" else 0
     met: Counter[tuple[int, int, int]] = Counter()
     for i in range(numbers["tiles"]):
-        row, batch, head = (int(x) for x in locate(i, *sizes))
-        whole = key_blocks(row + block_m, seq_q, seq_kv) if causal != "none" else None
+        row, batch, head = (int(x) for x in locate(i, launch))
+        whole = key_blocks(row + block_m, launch) if causal != "none" else None
         for group in range(block_m // ROWS):
             end = row + (group + 1) * ROWS
-            blocks = int(key_blocks(end, seq_q, seq_kv))
+            blocks = int(key_blocks(end, launch))
             if whole is not None:  # what the group skips is in the ring, all of it
                 assert 0 <= whole - blocks < slots
             # Keys that the first block is computed for: half of them under half_diagonal.
@@ -177,7 +182,7 @@ def test_every_visible_pair_is_computed_once(
                 assert seen >= unmasked
                 assert seen <= most
     assert met == {(b, h, r): 1 for b in range(2) for h in range(2) for r in range(seq_q)}
-    assert int(locate(numbers["tiles"], *sizes)[1]) == -1
+    assert int(locate(numbers["tiles"], launch)[1]) == -1
 
 
 def _rings_fit(knobs: flash_ws.Knobs) -> bool:
@@ -191,7 +196,8 @@ def test_half_a_block_is_not_enough_with_more_rows_than_keys():
     program = render(problem, Config("flash_ws", knobs))
     assert program.why_too_large(Sizes.of(problem)) is not None
     _, key_blocks = functions(problem, knobs)
-    assert key_blocks(192, 256, 128) * 128 == 128  # of which half would be 64
+    launch = SimpleNamespace(seq_q=256, seq_kv=128)
+    assert key_blocks(192, launch) * 128 == 128  # of which half would be 64
 
 
 # Whole kernels
@@ -210,7 +216,7 @@ def calls(draw: Any) -> tuple[Problem, Config, int]:
         draw(CAUSAL),
         dim,
         batch=draw(st.sampled_from([1, 2])),
-        heads=heads_kv * draw(st.sampled_from([1, 3])),
+        heads=heads_kv * draw(st.sampled_from([1, 3, 4])),
         kv_heads=heads_kv,
         head_dim_v=dim_v,
         dtype=draw(st.sampled_from(["bf16", "fp16"])),
@@ -297,8 +303,8 @@ def test_planted_fault_ends_and_is_caught(gates: dict[str, Gate], mutation: Muta
 
 
 PAIR = (make_problem(300, 64, dtype="fp16"), Config("flash_ws", flash_ws.Knobs(128, 64, 2)))
-V_LANDED = r"    mbarrier.wait\(v_full.index\(v_slot\)[^\n]*\n(?=    o = start_values\(p,)"
-RELEASE_K = r"(    s = warpgroup_mma_wait\(1, [^\n]*\n)(    mbarrier.expect\(k_empty[^\n]*\n)"
+V_LANDED = r"    mbarrier.wait\(v.full.index\(v_slot\)[^\n]*\n(?=    o = start_values\(p,)"
+RELEASE_K = r"(    s = warpgroup_mma_wait\(1, [^\n]*\n)(    mbarrier.expect\(k.empty[^\n]*\n)"
 
 
 @pytest.mark.parametrize(
@@ -330,7 +336,7 @@ def test_a_missing_wait_shows(mutation: Mutation):
 
 
 def test_a_slot_that_is_not_given_back_stops_the_kernel():
-    mutation = Mutation("kept slot", PAIR, r"mbarrier.expect\(v_empty[^\n]*", "pass")
+    mutation = Mutation("kept slot", PAIR, r"mbarrier.expect\(v.empty[^\n]*", "pass")
     problem, _ = mutation.case
     q, k, v = make_inputs(problem, torch.Generator().manual_seed(0))
     with pytest.raises(Deadlock):
