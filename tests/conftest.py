@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -85,3 +86,15 @@ def _own_folders(kernel_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
             monkeypatch.delenv(name)
     monkeypatch.setenv("FAGEN_CACHE", str(kernel_cache))
     monkeypatch.setenv("FAGEN_DB", str(tmp_path / "tuning.db"))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a test is served does not hang on which records are shipped; a test may put some into
+    `tuning_db.exchange.SHIPPED`. Child processes see those of the checkout."""
+    from tuning_db import exchange
+
+    monkeypatch.setattr(exchange, "SHIPPED", tmp_path / "records")
+    exchange.shipped_rows.cache_clear()
+    yield
+    exchange.shipped_rows.cache_clear()

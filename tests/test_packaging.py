@@ -39,6 +39,8 @@ def checkout(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = tmp_path_factory.mktemp("copy") / "fagen"
     left_out = shutil.ignore_patterns("__pycache__", ".*_cache", ".venv*", ".git", "build", "dist")
     shutil.copytree(root, copy, ignore=left_out)
+    # There may be no shipped record yet; an empty line is skipped when they are read.
+    (copy / "tuning_db/records/planted.jsonl").write_text("\n", encoding="utf-8")
     return copy
 
 
@@ -83,6 +85,7 @@ def test_wheel_holds_code_templates_migrations_and_shipped_records(
     templates = sources(checkout, "templates", "*.j2")
     assert len(templates) >= 3
     assert any("/migrations/versions/" in name for name in wanted)
+    assert "tuning_db/records/planted.jsonl" in wanted
     wanted |= {f"fagen/{name}" for name in templates} | {"fagen/py.typed", "tuning_db/py.typed"}
     assert wanted - members(built["wheel"]) == set()
 

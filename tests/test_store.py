@@ -27,7 +27,7 @@ from tuning_db import (
     StoreError,
     schema,
 )
-from tuning_db.exchange import export_lines, import_lines, read_lines, shipped_rows
+from tuning_db.exchange import export_lines, import_lines, read_lines
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -339,7 +339,3 @@ def test_winners_are_exported_and_imported(tmp_path: Path) -> None:
 def test_a_line_that_is_no_winner_is_named(line: str) -> None:
     with pytest.raises(StoreError, match="Line 2"):
         read_lines([*export_lines(Store(V1)), line])
-
-
-def test_what_is_shipped_can_be_read() -> None:
-    assert all(row.median_us > 0 for row in shipped_rows())

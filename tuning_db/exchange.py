@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tuning_db.rows import TrialView
     from tuning_db.store import Keys, Store
 
-SHIPPED = Path(__file__).parent / "shipped"
+SHIPPED = Path(__file__).parent / "records"
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,8 @@ class Winner:
 def shipped_rows() -> tuple[Winner, ...]:
     """What comes with the package, read once."""
     files = sorted(SHIPPED.glob("*.jsonl"))
-    return tuple(row for file in files for row in read_lines(file.read_text().splitlines()))
+    texts = (file.read_text(encoding="utf-8") for file in files)
+    return tuple(row for text in texts for row in read_lines(text.splitlines()))
 
 
 def read_lines(lines: Iterable[str]) -> list[Winner]:
@@ -66,7 +67,19 @@ def read_lines(lines: Iterable[str]) -> list[Winner]:
 def export_lines(store: Store, keys: Keys | None = None) -> list[str]:
     """The verified winner of every bucket, device and toolchain."""
     views = store.best(keys=keys)
-    return [dump(asdict(_winner_of(view))) for view in views if view.trial.checks]
+    return [line_of(winner_of(view)) for view in views if view.trial.checks]
+
+
+def line_of(winner: Winner) -> str:
+    """Strict JSON without a line's end; `read_lines` reads it back."""
+    return dump(asdict(winner))
+
+
+def winner_of(view: TrialView) -> Winner:
+    """Its time is the interleaved one where there is one. The view must have a verdict."""
+    values = {**asdict(view.trial), **{k: v for k, v in asdict(view.run).items() if k != "id"}}
+    values |= {"median_us": view.best_us, "created": view.trial.created.isoformat()}
+    return Winner(**{field.name: values[field.name] for field in fields(Winner)})
 
 
 def import_lines(store: Store, lines: Iterable[str]) -> int:
@@ -86,12 +99,6 @@ def _read_line(number: int, line: str) -> Winner:
             f"Line {number} is no exported winner ({type(error).__name__}: {error}).",
             "Nothing was read. Export it again.",
         ) from error
-
-
-def _winner_of(view: TrialView) -> Winner:
-    values = {**asdict(view.trial), **{k: v for k, v in asdict(view.run).items() if k != "id"}}
-    values |= {"median_us": view.best_us, "created": view.trial.created.isoformat()}
-    return Winner(**{field.name: values[field.name] for field in fields(Winner)})
 
 
 def _add(store: Store, winner: Winner) -> None:

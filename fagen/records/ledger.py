@@ -38,6 +38,16 @@ def runs_ended() -> int:
     return _ended
 
 
+def shipped(class_key: str, decode: Decode) -> list[Record]:
+    """What came with fagen for problems of this class, of every device; needs no database."""
+    try:
+        rows = [row for row in shipped_rows() if row.class_key == class_key]
+    except tuning_db.StoreError as error:
+        log.warning("going on without the shipped records: %s", error)
+        return []
+    return _understood(rows, convert.shipped_record, decode, "shipped records")
+
+
 class Records:
     """Every method raises DatabaseError where the database can't do it.
 
@@ -202,11 +212,10 @@ class Records:
         the `each` best timed, those judged by the gate of today first, then the predicted ones;
         then those shipped with fagen."""
         keys = {"class_key": class_key}
-        shipped = [row for row in shipped_rows() if row.class_key == class_key]
         return (
             self._best(keys, each)
             + self._best(keys, each, Status.PREDICTED)
-            + self._understood(shipped, convert.shipped_record)
+            + shipped(class_key, self._decode)
         )
 
     def best(
@@ -300,18 +309,23 @@ class Records:
         return self._understood(views, convert.record_of)
 
     def _understood(self, rows: Iterable[Any], read: Callable[[Any, Decode], Any]) -> list[Any]:
-        kept, bad = [], []
-        for row in rows:
-            try:
-                kept.append(read(row, self._decode))
-            except (FagenError, AttributeError, KeyError, TypeError, ValueError) as error:
-                bad.append(str(error))
-        if bad:
-            log.warning(
-                "%s: %d row(s) of another version left out; the first: %s",
-                *(self._store.place, len(bad), bad[0]),
-            )
-        return kept
+        return _understood(rows, read, self._decode, str(self._store.place))
+
+
+def _understood(
+    rows: Iterable[Any], read: Callable[[Any, Decode], Any], decode: Decode, place: str
+) -> list[Any]:
+    kept, bad = [], []
+    for row in rows:
+        try:
+            kept.append(read(row, decode))
+        except (FagenError, AttributeError, KeyError, TypeError, ValueError) as error:
+            bad.append(str(error))
+    if bad:
+        log.warning(
+            "%s: %d row(s) of another version left out; the first: %s", place, len(bad), bad[0]
+        )
+    return kept
 
 
 @contextmanager

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 from fagen import settings
 from fagen.config import Config
 from fagen.errors import BadProblem, FagenError, NoKernel, VerificationFailed
+from fagen.generate.families import config_from_dict
 from fagen.generate.program import Program
 from fagen.problem import Problem
-from fagen.records import runs_ended
+from fagen.records import runs_ended, shipped
 from fagen.serve.candidates import Candidate, OnMiss, candidates
 from fagen.serve.database import reading
 from fagen.serve.explain import Explanation, explain
@@ -176,13 +177,12 @@ def _walk(
 
 
 def _rows(problem: Problem, records: Records | None) -> list[Record]:
-    if records is None:
-        return []
-    try:
-        return records.candidates(problem.class_key)
-    except FagenError as error:  # damaged further down than the first page, or locked
-        _warn_without(error)
-        return []
+    if records is not None:
+        try:
+            return records.candidates(problem.class_key)
+        except FagenError as error:  # damaged further down than the first page, or locked
+            _warn_without(error)
+    return shipped(problem.class_key, config_from_dict)
 
 
 @contextmanager
