@@ -50,13 +50,27 @@ EVERY_SEED = (90, PROBLEMS[0])
 # 72 bytes there with tensor descriptors (Triton 3.6.0).
 SPILL_FREE = {("flash", arch) for arch in (80, 89, 90, 100)}
 
+# The kernels of Hopper are written to the last register: the first seeds of each head dim.
+HOPPER = "flash_ws"
+HOPPER_SEEDS = 2
+HOPPER_PROBLEMS: tuple[Problem, ...] = tuple(
+    make_problem(8192, dim, causal=causal)
+    for dim in (64, 96, 128, 256)
+    for causal in (False, True)
+)
+# The most bytes that they may spill, by head dim. Measured over all seeds: 0, 32, 0 and
+# 24 with Triton 3.6.0; 660, 176, 288 and 132 with 3.9.0.
+HOPPER_SPILLS = {64: 0, 96: 48, 128: 0, 256: 48}
+HOPPER_SPILLS_NEWEST = {64: 800, 96: 256, 128: 400, 256: 200}
+NEWEST_SINCE = (3, 8)
+
 
 @dataclass(frozen=True)
 class Case:
     arch: int
     problem: Problem
     config: Config
-    spill_free: bool
+    most_spilled: int | None  # bytes; None: as many as it takes
 
     def __str__(self) -> str:
         return f"sm_{self.arch}, {self.problem}, {self.config}"
@@ -70,12 +84,20 @@ def cases() -> Iterator[Case]:
                 legal = (c for c in seeds if why_invalid(problem, target, c) is None)
                 wanted = None if (arch, problem) == EVERY_SEED else 1
                 for place, config in enumerate(islice(legal, wanted)):
-                    yield Case(
-                        arch,
-                        problem,
-                        config,
-                        place == 0 and _must_not_spill(arch, problem, config),
-                    )
+                    kept = place == 0 and _must_not_spill(arch, problem, config)
+                    yield Case(arch, problem, config, 0 if kept else None)
+    yield from _hopper_cases()
+
+
+def _hopper_cases() -> Iterator[Case]:
+    target, family = ARCHITECTURES[90], FAMILIES[HOPPER]
+    newest = toolchain().triton_minor >= NEWEST_SINCE
+    bounds = HOPPER_SPILLS_NEWEST if newest else HOPPER_SPILLS
+    for problem in HOPPER_PROBLEMS:
+        seeds = [Config(HOPPER, knobs) for knobs in family.seeds(problem, target)]
+        legal = (c for c in seeds if why_invalid(problem, target, c) is None)
+        for config in islice(legal, HOPPER_SEEDS):
+            yield Case(90, problem, config, bounds[problem.shape.head_dim])
 
 
 def _must_not_spill(arch: int, problem: Problem, config: Config) -> bool:
@@ -90,19 +112,19 @@ def failure(case: Case) -> str | None:
         built = build(program, ARCHITECTURES[case.arch])
     except BuildFailed as error:
         return f"{case}: {error.status}: {error}"
-    if case.spill_free and built.spill_bytes:
-        return f"{case}: spills {built.spill_bytes} bytes"
+    if case.most_spilled is not None and built.spill_bytes > case.most_spilled:
+        return f"{case}: spills {built.spill_bytes} bytes, {case.most_spilled} may be"
     return None
 
 
 def what_is_missing(chosen: list[Case]) -> list[str]:
-    """Families that no problem reaches on some architecture: the matrix would check nothing."""
+    """Families that no problem reaches on an architecture of theirs: nothing would be checked."""
     seen = Counter((case.arch, case.config.family) for case in chosen)
     return [
-        f"sm_{arch}: no config of {family}"
-        for arch in ARCHITECTURES
-        for family in FAMILIES
-        if not seen[arch, family]
+        f"sm_{arch}: no config of {name}"
+        for arch, target in ARCHITECTURES.items()
+        for name, family in FAMILIES.items()
+        if family.why_unsupported(PROBLEMS[0], target) is None and not seen[arch, name]
     ]
 
 
