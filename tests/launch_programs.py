@@ -87,7 +87,9 @@ def copying() -> Program:
     return _program("copying", COPYING, args, "gluon")
 
 
-def _grid(knobs: Any, entry: int, sizes: Sizes, sm_count: int) -> tuple[int, int, int]:
+def _grid(
+    problem: Any, knobs: Any, entry: int, sizes: Sizes, sm_count: int
+) -> tuple[int, int, int]:
     return (-(-sizes.seq_q // ROWS), sizes.batch * sizes.heads_q, 1)
 
 
