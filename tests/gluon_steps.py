@@ -186,7 +186,7 @@ class Block:
         self.own = threading.local()
         self.turns: list[threading.Semaphore] = []
         self.alive: list[int] = []
-        self.idle = 0  # waits in a row that found nothing new
+        self.waiting: dict[int, tuple[Barrier, int]] = {}
         self.failure: BaseException | None = None
 
     def specialize(self, partitions: list[Any], warps: list[int], registers: list[int]) -> None:
@@ -217,14 +217,25 @@ class Block:
         except BaseException as error:
             self.failure = self.failure or error
         self.alive.remove(i)
-        self.idle = 0
         if self.alive:
-            self.turns[self.dice.choice(self.alive)].release()
+            if self.failure is None and not self._ready():
+                self.failure = Deadlock(f"{len(self.alive)} partitions wait")
+            # After a failure whoever is woken raises it, too, and wakes the next.
+            self.turns[self.dice.choice(self._ready() or self.alive)].release()
+
+    def _ready(self) -> list[int]:
+        """Partitions that wait for nothing, or no longer."""
+        blocked = {i for i, (bar, parity) in self.waiting.items() if bar.phase % 2 == parity}
+        return [i for i in self.alive if i not in blocked]
 
     def _give_way(self) -> None:
-        i = self.own.i
-        self.turns[self.dice.choice(self.alive)].release()
-        self.turns[i].acquire()
+        i, ready = self.own.i, self._ready()
+        if not ready:
+            raise Deadlock(f"partition {i} of {len(self.turns)}")
+        chosen = self.dice.choice(ready)
+        if chosen != i:
+            self.turns[chosen].release()
+            self.turns[i].acquire()
         if self.failure is not None:
             raise self.failure
 
@@ -246,17 +257,15 @@ class Block:
         barrier.bytes += nbytes
         barrier.pending -= 1
         barrier.settle()
-        self.idle = 0
 
     def wait(self, bar: Shared, parity: int) -> None:
         barrier = self.barriers[bar.address]
         if self.dice.random() < 0.1:
             self._give_way()
-        while barrier.phase % 2 == parity:
-            self.idle += 1
-            if self.idle > 40 * len(self.alive):
-                raise Deadlock(f"partition {self.own.i} of {len(self.turns)}")
+        if barrier.phase % 2 == parity:
+            self.waiting[self.own.i] = (barrier, parity)
             self._give_way()
+            del self.waiting[self.own.i]
 
     # tma
 
@@ -268,7 +277,6 @@ class Block:
         barrier = self.barriers[bar.address]
         barrier.bytes -= desc.block_type.nbytes
         barrier.settle()
-        self.idle = 0
 
     def store(self, desc: Descriptor, where: Sequence[int], tile: Shared) -> None:
         assert where[2] >= 0, "TMA stores no tile that begins before row 0"
