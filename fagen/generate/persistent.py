@@ -14,6 +14,7 @@ from fagen.target import Target
 
 # Fitted on one H200 (bf16, 16384 tokens, 2026-11-29) to 46 times of one race and four of earlier
 # ones: 30 configs at D64, 128 and 256, N512 to N16384; 5 % off in the mean square. Loads hide.
+# The race: benchmarks/results/h200_flash_ws_race.json.
 SUSTAINED = 0.85  # of the datasheet's clock, which the card's power cap takes
 LAUNCH_US = 4.0
 MEMORY_SHARE = 0.9  # 4.3 of 4.8 TB/s for a copy
