@@ -100,6 +100,12 @@ def test_what_makes_no_grid_is_a_usage_error(
     assert out == "" and said in err
 
 
+def test_an_unknown_peer_is_a_usage_error_without_a_gpu_too(capsys: pytest.CaptureFixture[str]):
+    words = ["--seq", "512", "--head-dim", "64", "--target", "h200", "--peers", "foo"]
+    assert main(["bench", *words]) == 2
+    assert "Peer 'foo' is unknown" in capsys.readouterr().err
+
+
 def test_help_names_every_peer():
     [option] = [p for p in bench.command.params if p.name == "peers"]
     assert ", ".join(BACKENDS) in option.help

@@ -76,6 +76,14 @@ def test_parts_of_a_head_dim_cover_it_and_do_not_overlap(dim: int):
         assert sorted(bases) == sorted(rows + columns)
 
 
+def test_shared_memory_of_three_groups_that_store_row_by_row_is_not_underestimated():
+    """Compiled for sm_90 with Triton 3.6: 233812 bytes, more than a block has."""
+    problem = make_problem(4096, 144, head_dim_v=160)
+    knobs = flash_ws.Knobs(192, 64, 3, output="stores")
+    assert flash_ws.shared_bytes(problem, knobs) >= 233812
+    assert "shared memory" in str(why_invalid(problem, H200, Config("flash_ws", knobs)))
+
+
 # Grid and numbers of a launch
 
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import sqlalchemy
 import torch
@@ -608,6 +609,8 @@ def bad(**changes: torch.Tensor) -> list[torch.Tensor]:
         ([t.to("meta") for t in bad()], "made for cpu, the tensors are on meta"),
         (bad(q=[[1.0]]), "q must be a tensor, got list"),
         (bad(q=torch.zeros(1, 2, 256, 64, requires_grad=True)), "no backward pass"),
+        (bad(q=torch._neg_view(torch.zeros(1, 2, 256, 64))), "q is a negated view"),
+        (bad(v=torch._neg_view(torch.zeros(1, 2, 256, 64))), "v is a negated view"),
     ],
 )
 def test_tensors_that_a_kernel_cant_take_are_refused(
@@ -617,6 +620,23 @@ def test_tensors_that_a_kernel_cant_take_are_refused(
     with pytest.raises(BadInput, match=re.escape(said)):
         kernel(*qkv)
     assert machine.loaded[0].launches == []
+
+
+# N09
+def test_a_negated_view_is_refused_after_a_call_of_its_shape():
+    q, k, v = tensors()
+    kernel = fagen.get(q, k, v)
+    kernel(q, k, v)
+    with pytest.raises(BadInput, match="negated view"):
+        kernel(torch._neg_view(q), k, v)
+    assert torch.equal(kernel(q, k, v), attention(q, k, v, "none", 0.125)[0])
+
+
+def test_a_scale_of_numpy_leaves_the_quick_way_open():
+    q, k, v = tensors()
+    kernel = fagen.get(q, k, v)
+    kernel(q, k, v, scale=np.float32(0.125))
+    assert kernel._last is not None and kernel._last.positive is True
 
 
 def test_inputs_that_require_grad_run_where_no_gradient_is_asked_for():

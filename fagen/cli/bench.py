@@ -75,7 +75,8 @@ def command(
         plots.check(plot)
         if not has_gpu:
             raise NoDevice("--plot draws measured times, and there is no GPU.", "Leave it out.")
-    chosen = _chosen([name for names in peers for name in names], fa4) if has_gpu else None
+    named = _chosen([name for names in peers for name in names], fa4)
+    chosen = named if has_gpu else None
     cells: list[Cell] = []
     try:
         for number, problem in enumerate(problems, 1):

@@ -85,6 +85,11 @@ def shape_of(q: Tensor, k: Tensor, v: Tensor) -> Shape:
                 f"{name} has {tensor.dim()} dimensions, {tuple(tensor.shape)}.",
                 "Pass (batch, heads, length, head size); unsqueeze what is missing.",
             )
+        if tensor.is_neg():
+            raise BadInput(
+                f"{name} is a negated view: what lies in memory is not what it holds.",
+                f"Pass {name}.resolve_neg().",
+            )
     _same("dtype", q.dtype, k.dtype, v.dtype, "Cast them to one, say k.to(q.dtype).")
     _same("device", q.device, k.device, v.device, "Move them to one, say k.to(q.device).")
     dtype = DTYPES.get(str(q.dtype).removeprefix("torch."))

@@ -161,7 +161,7 @@ class Kernel:
 
     def _plan(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> _Plan:
         aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) % inputs.ALIGNMENT == 0
-        positive = scale is None or scale > 0
+        positive = scale is None or bool(scale > 0)
         if q.requires_grad or k.requires_grad or v.requires_grad:
             inputs.check_gradients(q, k, v)  # whether gradients are on is asked at each such call
         last = self._last
@@ -177,7 +177,7 @@ class Kernel:
             *(q.shape, q.stride(), q.dtype, q.device),
             *(k.shape, k.stride(), k.dtype, k.device),
             *(v.shape, v.stride(), v.dtype, v.device),
-            *(aligned, positive),
+            *(aligned, positive, q.is_neg(), k.is_neg(), v.is_neg()),
         )
         plan = self._plans.get(key)
         if plan is None:
