@@ -172,8 +172,8 @@ _WARP_SPECIALISED = [
     Mutation(
         "hidden row not guarded",
         WS_CORNER,
-        r"base = gl.where\(m_i == float\(\"-inf\"\), 0.0, m_i\)",
-        "base = m_i",
+        r"m_i = gl.maximum\(gl.max\(s, 1\) \* scale_log2, LOWEST\)",
+        "m_i = gl.max(s, 1) * scale_log2",
     ),
     Mutation("sum not divided", WS, r"\(o \* \(1.0 / sums\)\)", "o"),
     Mutation("rescale forgotten", WS, r"o = o \* gl.convert_layout\(alpha[^\n]*", "o = o"),

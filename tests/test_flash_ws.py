@@ -273,6 +273,18 @@ def test_any_legal_problem_is_exact_and_ends(call: tuple[Problem, Config, int]):
         assert stepper.counter[0] == 0
 
 
+@pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
+def test_blocks_whose_scores_are_all_minus_infinity_count_for_nothing(causal: str):
+    problem = problem_of(192, 192, causal, heads=1, layout="aligned16")
+    program = render(problem, Config("flash_ws", flash_ws.Knobs(64, 64, 2, "finish")))
+    q, k, v = make_inputs(problem, torch.Generator().manual_seed(0))
+    q.abs_()
+    k[..., 64:, :] = -torch.inf
+    o, lse = make_outputs(problem)
+    Stepper(program).launch(q, k, v, o, lse, 0.1)
+    assert_exact(o, lse, plain_attention(q, k, v, 0.1, causal), v)
+
+
 def test_both_dialects_of_a_kernel_do_the_same():
     problem = problem_of(200, 330, "bottom_right", 96)
     config = Config("flash_ws", flash_ws.Knobs(half_diagonal=True))
