@@ -18,8 +18,8 @@ ROWS = 64  # of a consumer group: the rows of one wgmma
 PACKED_ROWS = 1024  # queries; above, tiles of one head are at least 0.94 full
 OTHER_REGISTERS = 32  # three groups with 24 left, D80 and 128 keys: every wgmma waits (Triton 3.6)
 SHORT_KEYS = 1024  # below, D64 with two groups or narrow blocks wins
-# Tiles of the last section, for each multiprocessor: enough to end together. A model of the
-# schedule puts the busy share at 0.98 to 0.99 with four, and at 0.94 with a head or two.
+# Tiles of the last section, for each multiprocessor, so that all end together: one head's longest
+# tile begins too late. Reasoned, not measured.
 LAST_WAVES = 4
 TILE_SLOTS = 4  # claimed tiles that the producer may be ahead
 # Registers at launch and of a consumer, by groups. A producer keeps 24; together they fill the
@@ -140,7 +140,8 @@ CONSTRAINTS: tuple[Constraint, ...] = (
     ),
     Constraint(
         "held_wait_needs_registers",
-        # Compiled at D64: 36 stores and 31 loads of local memory, and 10 to 20 % slower.
+        # At D64, compiled with Triton 3.6: 36 stores and 31 loads of local memory; 9 and 14 %
+        # slower at N4096 (benchmarks/results/h200_flash_ws_race.json).
         "The wait can't be held with three groups and 128 keys: registers spill.",
         lambda p, t, k: not k.hold_wait or (k.block_m, k.block_n) != (192, 128),
     ),
@@ -197,8 +198,8 @@ CONSTRAINTS: tuple[Constraint, ...] = (
     Constraint(
         "threshold_needs_room",
         # Two kernels with a threshold, an overlapped boundary and 128 keys did not end on one H200
-        # (Triton 3.6, D40 and D96); with 64 keys and finished tiles it is right, and 2 to 10 %
-        # faster at D256. At D128 a probe lost 1 to 5 %.
+        # (Triton 3.6, D40 and D96; the cause is not known). With 64 keys and finished tiles it is
+        # right, and 1 to 10 % faster at D256 N4096 (benchmarks/results/h200_flash_ws_race.json).
         "A threshold is for blocks of 64 keys and tiles that are finished first.",
         lambda p, t, k: not k.rescale_tau or (k.block_n == 64 and k.boundary == "finish"),
     ),
@@ -231,7 +232,7 @@ def seeds(problem: Problem, target: Target) -> list[Knobs]:
 
 
 def _seeds(problem: Problem) -> list[Knobs]:
-    """What was best on one H200 (bf16, 16384 tokens, raced, 2026-11-29), by head dim."""
+    """What was best by head dim in benchmarks/results/h200_flash_ws_race.json, and neighbours."""
     causal = problem.features.causal != "none"
     wide = _width(problem.shape.head_dim) + _width(problem.shape.head_dim_v)
     if wide <= 128:
