@@ -70,20 +70,20 @@ CASES: list[tuple[Problem, Config]] = [
     (_VALUES_PADDED, _slim(block_m=16, block_n=32)),
     (_FULL, _flash_ws()),
     (_FULL, _flash_ws(block_m=64, block_n=64, claim="early", output="stores")),
-    (
-        _CAUSAL,
-        _flash_ws(half_diagonal=True, ping_pong=True, hold_wait=True, claim="early"),
-    ),
+    (_CAUSAL, _flash_ws(half_diagonal=True, ping_pong="done", claim="early")),
     (
         make_problem(4096, 64, causal=True),
-        _flash_ws(block_m=192, slots=3, boundary="finish", ping_pong=True, section_mb=64),
+        _flash_ws(block_m=192, slots=3, boundary="finish", ping_pong="issued", section_mb=64),
     ),
-    (make_problem(256, 64), _flash_ws(block_n=64, hold_wait=True)),
+    (make_problem(256, 64), _flash_ws(block_n=64, rescale="under_scores")),
     (
         make_problem(4096, 256),
         _flash_ws(block_n=64, boundary="finish", rescale_tau=8.0, output="stores"),
     ),
-    (_CORNER_96, _flash_ws(hold_wait=True, half_diagonal=True)),
+    (
+        _CORNER_96,
+        _flash_ws(rescale="under_scores", half_diagonal=True, ping_pong="issued", rescale_tau=8.0),
+    ),
     (
         make_problem(40, 128, seq_kv=900, heads=8, kv_heads=2, causal=True),
         _flash_ws(block_n=64, slots=3, pack_heads=True, boundary="finish"),
@@ -92,7 +92,7 @@ CASES: list[tuple[Problem, Config]] = [
         make_problem(16, 128, seq_kv=900, heads=8, kv_heads=2),
         _flash_ws(block_m=64, block_n=64, pack_heads=True, boundary="finish", output="stores"),
     ),
-    (_WIDE_PADDED, _flash_ws(boundary="finish", output="stores", hold_wait=True)),
+    (_WIDE_PADDED, _flash_ws(boundary="finish", output="stores", rescale="under_scores")),
 ]
 
 # Gluon's words for loads and stores by TMA changed after 3.7.

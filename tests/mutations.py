@@ -82,9 +82,9 @@ WS_CAUSAL = _flash_ws(_CAUSAL)
 WS_HALF = _flash_ws(_CAUSAL, block_n=128, half_diagonal=True)
 WS_CORNER = _flash_ws(_CORNER)
 WS_GROUPED = _flash_ws(_GROUPED)
-WS_EARLY = _flash_ws(_FULL, claim="early", ping_pong=True)
+WS_EARLY = _flash_ws(_FULL, claim="early", ping_pong="done")
 WS_STORES = _flash_ws(_FULL, output="stores", boundary="finish")
-WS_KEPT = _flash_ws(_FULL, rescale_tau=8.0, boundary="finish", hold_wait=True)
+WS_KEPT = _flash_ws(_FULL, rescale_tau=8.0, boundary="finish", rescale="under_scores")
 WS_PACKED = _flash_ws(
     make_problem(37, 24, heads=8, kv_heads=2, seq_kv=300, dtype="fp16", causal=True),
     pack_heads=True,
@@ -219,8 +219,8 @@ _WARP_SPECIALISED = [
     Mutation(
         "kept maximum, stale sum",
         WS_KEPT,
-        r"l_i, m_new, held\n",
-        r"l_i, gl.maximum(m_new, m_i + 1.0), held\n",
+        r"l_i, m_new, alpha, held\n",
+        r"l_i, gl.maximum(m_new, m_i + 1.0), alpha, held\n",
     ),
     Mutation("packed row as a query", WS_PACKED, r"LAYOUT\)\)\) // PACK", "LAYOUT)))"),
     Mutation("half of the head size", WS_PARTS, r"use_acc=True", "use_acc=False"),

@@ -76,6 +76,13 @@ def test_parts_of_a_head_dim_cover_it_and_do_not_overlap(dim: int):
         assert sorted(bases) == sorted(rows + columns)
 
 
+@given(dim=st.integers(1, 256))
+def test_a_rescale_takes_no_more_registers_than_a_thread_has(dim: int):
+    for part in flash_ws.parts(dim):
+        held = part.width * ROWS // 128
+        assert held % part.packed == 0
+
+
 def test_shared_memory_of_three_groups_that_store_row_by_row_is_not_underestimated():
     """Compiled for sm_90 with Triton 3.6: 233812 bytes, more than a block has."""
     problem = make_problem(4096, 144, head_dim_v=160)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 
 from fagen.errors import MeasureError
-from fagen.judge.measure import MeasurePolicy, WallClock, impossible, measure, race
+from fagen.judge.measure import MeasurePolicy, WallClock, impossible, measure, race, turns
 from fagen.problem import make_problem
 from fagen.target import PRESETS
 
@@ -86,18 +88,30 @@ def test_a_batch_is_long_enough_and_whole_rounds_of_the_sets(
     assert clock.batches[-1] == (launches, sets)
 
 
-def test_a_race_takes_turns_and_rotates_the_order() -> None:
+def test_a_race_takes_turns_in_an_order_that_changes() -> None:
     clock = FakeClock()
     entries = {name: clock.launch(name, us) for name, us in (("a", 10), ("b", 20), ("c", 30))}
     timings = race(entries, FAST, 4, clock=clock)
-    turns = clock.replays[-24:]  # each turn replays twice, the first time untimed
-    assert "".join(turns[::2]) == "abc" + "bca" + "cab" + "abc"
-    assert turns[::2] == turns[1::2]
+    taken = clock.replays[-24:]  # each turn replays twice, the first time untimed
+    assert "".join(taken[::2]) == "abc" + "cba" + "bca" + "acb"
+    assert taken[::2] == taken[1::2]
     assert {name: t.samples_us for name, t in timings.items()} == {
         "a": (10,) * 4,
         "b": (20,) * 4,
         "c": (30,) * 4,
     }
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 8, 13])
+def test_each_contestant_follows_every_other_alike(count: int) -> None:
+    names = [str(i) for i in range(count)]
+    rounds = count * (1 + count % 2)
+    taken = list(turns(names, rounds))
+    orders = [taken[at : at + count] for at in range(0, len(taken), count)]
+    assert all(sorted(order) == sorted(names) for order in orders)
+    followed = Counter(pair for order in orders for pair in pairwise(order))
+    assert len(followed) == count * (count - 1)
+    assert set(followed.values()) == {rounds // count}
 
 
 def test_drift_meets_all_contestants_alike() -> None:

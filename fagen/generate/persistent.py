@@ -12,25 +12,25 @@ from fagen.generate.program import Sizes
 from fagen.problem import Problem
 from fagen.target import Target
 
-# Fitted on one H200 (bf16, 16384 tokens, 2026-11-29) to 46 times of one race and four of earlier
-# ones: 30 configs at D64, 128 and 256, N512 to N16384; 5 % off in the mean square. Loads hide.
-# The race: benchmarks/results/h200_flash_ws_race.json.
+# Fitted on one H200 (bf16, 16384 tokens, 2026-11-29) to 130 times of four races, brought to one
+# clock by FlashAttention-3's: 30 configs at D64, 128 and 256, N512 to N16384; 4 % off in the mean
+# square. Loads hide. The races: benchmarks/results/h200_flash_ws_race.json.
 SUSTAINED = 0.85  # of the datasheet's clock, which the card's power cap takes
 LAUNCH_US = 4.0
 MEMORY_SHARE = 0.9  # 4.3 of 4.8 TB/s for a copy
 # Instructions of a step. The SASS has 452 at D128 and 128 keys, 411 at D64.
 SCORE_INSTRUCTIONS = 5.2
-VALUE_INSTRUCTIONS = 0.9  # the rescale of O, for each accumulator of a thread
-STEP_INSTRUCTIONS = 40.0
-ISSUE_CYCLES = 3.0  # from one instruction of a warp to its next, while the softmax runs
-NARROW_KEYS = 12.0  # a product over n keys runs at n / (n + this) of its rate
-CROWDED = 0.53  # by a third group on the same schedulers
-HELD = 1.01
-TURN_CYCLES = 20.0  # to pass the turn on; without turns groups meet at the tensor cores
-COLLISION = 0.02
-TILE_CYCLES = 2450.0  # what a tile costs beside its blocks; more where it is finished first
-FINISH_CYCLES = 100.0
-RESCALE_KEPT = 0.2  # of the rescale's instructions, with a threshold
+VALUE_INSTRUCTIONS = 0.5  # the rescale of O, for each accumulator of a thread
+STEP_INSTRUCTIONS = 45.0
+ISSUE_CYCLES = 3.1  # from one instruction of a warp to its next, while the softmax runs
+NARROW_KEYS = 6.0  # a product over n keys runs at n / (n + this) of its rate
+CROWDED = 0.45  # by a third group on the same schedulers
+TURN_CYCLES = 26.0  # to pass the turn on; without turns groups meet at the tensor cores
+COLLISION = 0.033
+DONE_NARROW = 1.08  # with 64 keys, turns that end when the products are done come too late
+TILE_CYCLES = 2600.0  # what a tile costs beside its blocks; more where it is finished first
+FINISH_CYCLES = 720.0
+RESCALE_KEPT = 0.64  # of the rescale's instructions, with a threshold
 EARLY_CLAIM = 1.06  # causal, not fitted: a tile claimed early is one that an idle block can't take
 UNEVEN = 1.02
 MOST_SUMMED = 4096  # tiles looked at one by one; of more, an even sample
@@ -74,10 +74,11 @@ def _step_cycles(problem: Problem, target: Target, knobs: Knobs, groups: int) ->
     # Groups that share a scheduler wait for each other now and then.
     softmax = ISSUE_CYCLES * instructions * (1.0 + CROWDED * (groups - 2))
     shared = groups * products
-    turns = TURN_CYCLES if knobs.ping_pong else COLLISION * shared
+    turns = TURN_CYCLES if knobs.ping_pong != "off" else COLLISION * shared
     # The longer, and more where they are alike.
     busy = ((products + softmax) ** 6 + shared**6) ** (1 / 6)
-    return float(busy + turns) * (HELD if knobs.hold_wait else 1.0)
+    narrow = knobs.ping_pong == "done" and knobs.block_n < 128
+    return float(busy + turns) * (DONE_NARROW if narrow else 1.0)
 
 
 def _blocks(problem: Problem, knobs: Knobs, end_row: int, tiles_m: int) -> float:

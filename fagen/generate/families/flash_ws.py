@@ -43,12 +43,19 @@ class Knobs:
     half_diagonal: bool = knob(
         False, (False, True), "compute half of a block where the diagonal hides the rest"
     )
-    ping_pong: bool = knob(False, (False, True), "groups take turns to issue their products")
+    ping_pong: str = knob(
+        "off",
+        ("off", "issued", "done"),
+        "groups take turns at the tensor cores; a turn ends when its products are issued, or are "
+        "done",
+    )
     rescale_tau: float = knob(
         0.0, (0.0, 8.0), "keep the old maximum within this many log2 units; 0: never"
     )
-    hold_wait: bool = knob(
-        False, (False, True), "hold the wait for PV below the exponentials of a step"
+    rescale: str = knob(
+        "after_softmax",
+        ("after_softmax", "under_scores"),
+        "multiply O by its factor at the end of a step, or under QK^T of the next",
     )
     output: str = knob("tma", ("tma", "stores"), "O through shared memory, or in 16-byte stores")
     section_mb: int = knob(
@@ -66,6 +73,11 @@ class Part(NamedTuple):
     start: int
     width: int
     suffix: str
+
+    @property
+    def packed(self) -> int:
+        """Registers of a thread that one rescale takes: all it has of the tile, at most 32."""
+        return min(32, self.width // 2)
 
     @property
     def registers(self) -> list[list[int]]:
@@ -139,13 +151,6 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         lambda p, t, k: shared_bytes(p, k) <= t.shared_bytes // (2 if _groups(k) == 1 else 1),
     ),
     Constraint(
-        "held_wait_needs_registers",
-        # At D64, compiled with Triton 3.6: 36 stores and 31 loads of local memory; 9 and 14 %
-        # slower at N4096 (benchmarks/results/h200_flash_ws_race.json).
-        "The wait can't be held with three groups and 128 keys: registers spill.",
-        lambda p, t, k: not k.hold_wait or (k.block_m, k.block_n) != (192, 128),
-    ),
-    Constraint(
         "half_diagonal_is_causal",
         "Without a causal mask there is no diagonal.",
         lambda p, t, k: not k.half_diagonal or p.features.causal != "none",
@@ -173,7 +178,7 @@ CONSTRAINTS: tuple[Constraint, ...] = (
     Constraint(
         "turns_need_groups",
         "A single group has nobody to take turns with.",
-        lambda p, t, k: not k.ping_pong or _groups(k) > 1,
+        lambda p, t, k: k.ping_pong == "off" or _groups(k) > 1,
     ),
     Constraint(
         "skipped_blocks_fit_ring",
@@ -194,14 +199,6 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         lambda p, t, k: (
             k.output != "stores" or all(part.width >= 32 for part in parts(p.shape.head_dim_v))
         ),
-    ),
-    Constraint(
-        "threshold_needs_room",
-        # Two kernels with a threshold, an overlapped boundary and 128 keys did not end on one H200
-        # (Triton 3.6, D40 and D96; the cause is not known). With 64 keys and finished tiles it is
-        # right, and 1 to 10 % faster at D256 N4096 (benchmarks/results/h200_flash_ws_race.json).
-        "A threshold is for blocks of 64 keys and tiles that are finished first.",
-        lambda p, t, k: not k.rescale_tau or (k.block_n == 64 and k.boundary == "finish"),
     ),
     Constraint(
         "sections_are_causal",
@@ -236,35 +233,40 @@ def _seeds(problem: Problem) -> list[Knobs]:
     causal = problem.features.causal != "none"
     wide = _width(problem.shape.head_dim) + _width(problem.shape.head_dim_v)
     if wide <= 128:
+        three = Knobs(192, 128, 3, "finish", ping_pong="done", rescale="under_scores")
+        two = Knobs(128, 128, 4, half_diagonal=causal)
         long = [
-            Knobs(192, 128, 3, "finish", ping_pong=True),
-            Knobs(192, 128, 4, "finish", ping_pong=True),
+            three,
+            replace(three, ping_pong="issued"),
+            replace(three, rescale="after_softmax"),
+            replace(three, slots=4),
         ]
         short = [
-            Knobs(128, 128, 4, half_diagonal=causal),
-            Knobs(192, 64, 6, ping_pong=True, hold_wait=True),
-            Knobs(128, 128, 4, half_diagonal=causal, hold_wait=True),
+            two,
+            Knobs(192, 64, 6, ping_pong="issued"),
+            replace(two, ping_pong="done"),
             Knobs(64, 128, 2, "finish"),
         ]
         return [*short, *long] if problem.shape.seq_kv < SHORT_KEYS else [*long, *short]
     if wide <= 320:
-        best = Knobs(128, 128, 2, half_diagonal=causal, ping_pong=causal)
+        two = Knobs(128, 128, 2, half_diagonal=causal, ping_pong="done")
+        three = Knobs(192, 64, 3, "finish", ping_pong="issued", rescale_tau=8.0)
         return [
-            best,
-            replace(best, ping_pong=not causal),
-            *([replace(best, section_mb=8)] if causal else [replace(best, claim="early")]),
-            replace(best, hold_wait=True),
-            replace(best, boundary="finish"),
-            replace(best, boundary="finish", output="stores"),
+            three,
+            two,
+            *([replace(three, section_mb=16)] if causal else [replace(two, ping_pong="off")]),
+            replace(two, ping_pong="issued"),
+            replace(two, output="stores"),
+            replace(two, boundary="finish"),
             Knobs(128, 64, 2, "finish", output="stores"),
             Knobs(64, 64, 2, "finish"),
         ]
-    best = Knobs(128, 64, 2, "finish", ping_pong=True, rescale_tau=8.0, output="stores")
+    best = Knobs(128, 64, 2, "finish", ping_pong="issued", rescale_tau=8.0, output="stores")
     return [
         best,
-        replace(best, hold_wait=True),
-        replace(best, rescale_tau=0.0),
-        replace(best, ping_pong=False),
+        replace(best, ping_pong="off"),
+        replace(best, rescale="under_scores"),
+        replace(best, rescale_tau=0.0, rescale="under_scores"),
         *([replace(best, section_mb=8)] if causal else [replace(best, claim="early")]),
     ]
 
