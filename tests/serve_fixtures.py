@@ -75,7 +75,7 @@ class FakeGate:
     machine: FakeMachine
 
     def check(
-        self, launch: Any, tile: tuple[int, int], limits: dict[str, int], *, level: str
+        self, launch: Any, tile: tuple[int, int], limits: dict[str, range], *, level: str
     ) -> Verdict:
         program = launch.__self__.program
         self.machine.checked.append(program.key)

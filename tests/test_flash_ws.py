@@ -200,6 +200,17 @@ def test_every_visible_pair_is_computed_once(
     assert int(locate(numbers["tiles"], launch)[1]) == -1
 
 
+def test_packed_heads_are_refused_in_another_number():
+    """The rows of a tile are those of four heads: of any other number it would read wrong ones."""
+    problem = make_problem(40, 64, seq_kv=300, heads=8, kv_heads=2)
+    program = render(problem, Config("flash_ws", flash_ws.Knobs(pack_heads=True)))
+    assert program.why_unfit(Sizes.of(problem)) is None
+    for heads in (2, 4, 16):
+        other = make_problem(40, 64, seq_kv=300, heads=heads, kv_heads=2)
+        said = program.why_unfit(Sizes.of(other))
+        assert said == f"{program.name} is made for group 4, not {heads // 2}."
+
+
 def _rings_fit(knobs: flash_ws.Knobs) -> bool:
     return knobs.slots > (knobs.block_m - 1) // knobs.block_n
 
@@ -208,7 +219,7 @@ def test_half_a_block_is_not_enough_with_more_rows_than_keys():
     # Rows 128 to 191 see all 128 keys: the first block of their group has no half to leave out.
     problem = problem_of(256, 128, "top_left", heads=1)
     program = render(problem, Config("flash_ws", flash_ws.Knobs(half_diagonal=True)))
-    assert program.why_too_large(Sizes.of(problem)) is not None
+    assert program.why_unfit(Sizes.of(problem)) is not None
     q, k, v = make_inputs(problem, torch.Generator().manual_seed(0))
     o, lse = make_outputs(problem)
     Stepper(program).launch(q, k, v, o, lse, 0.1)
@@ -253,8 +264,11 @@ def _fitting(problem: Problem, start: int) -> Iterator[Config]:
         knobs = EVERY[(start + 977 * step) % len(EVERY)]
         config = Config("flash_ws", knobs)
         sizes = Sizes.of(problem)
-        too_large = any(getattr(sizes, n) > most for n, most in flash_ws.limits(knobs).items())
-        if not too_large and why_invalid(problem, H200, config) is None:
+        limits = flash_ws.limits(problem, knobs)
+        if (
+            all(getattr(sizes, n) in right for n, right in limits.items())
+            and why_invalid(problem, H200, config) is None
+        ):
             yield config
 
 

@@ -25,6 +25,11 @@ class Sizes(NamedTuple):
         """Query rows for which there is no key of their own number."""
         return max(0, self.seq_q - self.seq_kv)
 
+    @property
+    def group(self) -> int:
+        """Query heads for each key head."""
+        return self.heads_q // max(1, self.heads_kv)
+
     @classmethod
     def of(cls, problem: Problem) -> Sizes:
         s = problem.shape
@@ -84,7 +89,7 @@ class Program:
 
     key: digest of the emitted source, name and header left out. The text names each kernel's
     launch options, so they are in it.
-    limits: the largest size, by the name of a field of Sizes, that the source is right for.
+    limits: the values of a size, by its name in Sizes, that the source is right for.
     """
 
     problem: Problem
@@ -94,16 +99,18 @@ class Program:
     key: str
     template_digest: str
     entries: tuple[Entry, ...]
-    limits: dict[str, int] = field(default_factory=dict)
+    limits: dict[str, range] = field(default_factory=dict)
 
     @property
     def interpretable(self) -> bool:
         """Triton's interpreter can run it: there is none for Gluon."""
         return all(entry.dialect == "triton" for entry in self.entries)
 
-    def why_too_large(self, sizes: Sizes) -> str | None:
+    def why_unfit(self, sizes: Sizes) -> str | None:
         """The size that this source is not right for, as a sentence."""
-        for name, most in self.limits.items():
-            if getattr(sizes, name) > most:
-                return f"{name} {getattr(sizes, name)} is above the {most} that {self.name} takes."
+        for name, right in self.limits.items():
+            value = getattr(sizes, name)
+            if value not in right:
+                only = right[-1] if len(right) == 1 else f"{right[0]} to {right[-1]}"
+                return f"{self.name} is made for {name} {only}, not {value}."
         return None

@@ -55,7 +55,7 @@ def render(problem: Problem, config: Config, triton_minor: tuple[int, int] = (3,
         key=key,
         template_digest=digest,
         entries=family.entries(problem, config.knobs, name),
-        limits=family.limits(config.knobs),
+        limits=family.limits(problem, config.knobs),
     )
 
 

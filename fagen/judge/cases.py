@@ -46,7 +46,7 @@ class Case:
 
 
 def cases(
-    problem: Problem, tile: tuple[int, int], limits: dict[str, int], *, thorough: bool
+    problem: Problem, tile: tuple[int, int], limits: dict[str, range], *, thorough: bool
 ) -> list[Case]:
     """The shrunken cases of a candidate. Not thorough: the list that a CPU can afford."""
     made = list(_main(_Room(problem, tile, limits, thorough)))
@@ -101,7 +101,7 @@ class _Room:
 
     problem: Problem
     tile: tuple[int, int]
-    limits: dict[str, int]
+    limits: dict[str, range]
     thorough: bool
 
     @property
@@ -129,8 +129,9 @@ class _Room:
             Sizes(batch, heads_q, heads_kv, seq_q, seq_kv, shape.head_dim, shape.head_dim_v),
             MOST_BATCHES if self.thorough else MOST_BATCHES // 2,
         )
-        held = Sizes(*(min(n, self.limits.get(f, n)) for f, n in wanted._asdict().items()))
-        rows = held.seq_kv + self.limits.get("rows_beyond_keys", held.rows_beyond_keys)
+        most = {name: right[-1] for name, right in self.limits.items()}
+        held = Sizes(*(min(n, most.get(f, n)) for f, n in wanted._asdict().items()))
+        rows = held.seq_kv + most.get("rows_beyond_keys", held.rows_beyond_keys)
         return held._replace(seq_q=min(held.seq_q, rows))
 
 

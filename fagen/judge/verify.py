@@ -42,7 +42,7 @@ class Gate:
         self._far: Tensor | None = None
 
     def check(
-        self, launch: Launch, tile: tuple[int, int], limits: dict[str, int], *, level: Level
+        self, launch: Launch, tile: tuple[int, int], limits: dict[str, range], *, level: Level
     ) -> Verdict:
         """quick: shrunken shapes; full: the target shape too; finalist: and bitwise repeats.
 

@@ -25,6 +25,8 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
+from fagen.run.cuda import capturing
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -42,6 +44,7 @@ class Pool:
         self._lock = threading.Lock()
         self._blocks: list[Tensor] = []
         self._used = 0
+        self.low = True  # few are left: asked at every launch
 
     @property
     def left(self) -> int:
@@ -49,7 +52,7 @@ class Pool:
 
     def top_up(self) -> None:
         """Grow if few are left. Not during a capture."""
-        if self.left >= LOW:
+        if not self.low:
             return
         import torch
 
@@ -57,6 +60,7 @@ class Pool:
         torch.cuda.current_stream(self._device).synchronize()  # zero for every stream from now on
         with self._lock:
             self._blocks.append(block)
+            self.low = self.left < LOW
 
     def take(self) -> Tensor | None:
         """A slot (1,) for a captured launch; None when all are used."""
@@ -65,6 +69,7 @@ class Pool:
                 return None
             block, place = divmod(self._used, BLOCK)
             self._used += 1
+            self.low = self.left < LOW
         return self._blocks[block][place : place + 1]
 
 
@@ -85,18 +90,17 @@ class Counters:
         self._of_stream: dict[int | tuple[int, int], Tensor] = {}
         self._pool = pool_of(device) if device.type == "cuda" else None
         if self._pool is not None:
+            self._capturing = capturing()
             self._pool.top_up()
 
     def take(self, stream: int) -> Tensor:
         """The counter (1,) of a launch on the current stream, whose handle is `stream`."""
         pool = self._pool
         if pool is not None:
-            import torch
-
-            if torch.cuda.is_current_stream_capturing():
+            if self._capturing():
                 slot = pool.take()
                 return self._zeroed() if slot is None else slot
-            if pool.left < LOW:
+            if pool.low:
                 pool.top_up()
         key = stream if stream != PER_THREAD_STREAM else (stream, threading.get_ident())
         found = self._of_stream.get(key)

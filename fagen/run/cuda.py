@@ -1,4 +1,4 @@
-"""torch's cheapest calls for what every launch asks: current device, current stream, new memory.
+"""torch's cheapest calls for what every launch asks: device, stream, captures, new memory.
 
 Each is one of those that code compiled by torch itself uses, with the public call behind it.
 """
@@ -34,6 +34,14 @@ def current_stream(device: torch.device) -> Callable[[], int]:
     if raw is None:
         return lambda: torch.cuda.current_stream(device).cuda_stream
     return partial(raw, device.index)
+
+
+def capturing() -> Callable[[], bool]:
+    """Says whether a graph is captured on the current stream of the current CUDA device."""
+    import torch
+
+    raw: Callable[[], bool] | None = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
+    return torch.cuda.is_current_stream_capturing if raw is None else raw
 
 
 def allocate(shape: Size, dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:

@@ -69,7 +69,8 @@ class Runner:
         """Write o (B, Hq, Sq, Dv), contiguous, and lse (B, Hq, Sq), fp32, on the current stream.
 
         q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv) of the program's dtype, head sizes
-        and layout class; zero sizes are legal. Raises BadInput for a size above program.limits.
+        and layout class; zero sizes are legal. Raises BadInput for a size outside of
+        program.limits.
         """
         self._kept(q, k, v)(q, k, v, o, lse, scale)
 
@@ -81,21 +82,21 @@ class Runner:
         Fresh memory often still holds what an earlier launch of the same kernel left there, and
         a kernel that forgets to write its state would be right by luck.
         """
-        self._kept(q, k, v).run(q, k, v, o, lse, scale, poisoned=True)
+        self._kept(q, k, v)(q, k, v, o, lse, scale, poisoned=True)
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor) -> Prepared:
         """`launch` for tensors of just these sizes and strides, at other addresses and scales.
 
-        Raises BadInput for a size above program.limits.
+        Raises BadInput for a size outside of program.limits.
         """
         sizes = sizes_of(q, k, v)
         if sizes.batch * sizes.heads_q * sizes.seq_q == 0:
             return Prepared((), (), self)
         if sizes.seq_kv == 0:  # nothing to see: no tile, and no descriptor of a length of zero
             return Prepared((_blank,), (), self)
-        too_large = self.program.why_too_large(sizes)
-        if too_large is not None:
-            raise BadInput(too_large)
+        unfit = self.program.why_unfit(sizes)
+        if unfit is not None:
+            raise BadInput(unfit)
         spaces = self._family.workspaces(self.program.config.knobs, sizes)
         return Prepared(self._steps(q, k, v, sizes, spaces), spaces, self)
 
@@ -145,12 +146,6 @@ class Prepared:
         self._counters = runner._counters
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, /
-    ) -> None:
-        """`Runner.launch`."""
-        self.run(q, k, v, o, lse, scale, poisoned=False)
-
-    def run(
         self,
         q: Tensor,
         k: Tensor,
@@ -158,8 +153,9 @@ class Prepared:
         o: Tensor,
         lse: Tensor,
         scale: float,
+        /,
         *,
-        poisoned: bool,
+        poisoned: bool = False,
     ) -> None:
         """`Runner.launch`, or with `poisoned` `Runner.launch_poisoned`."""
         tensors: tuple[Tensor, ...] = (q, k, v, o, lse)

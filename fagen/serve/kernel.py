@@ -224,14 +224,14 @@ class Kernel:
             )
 
     def _chosen_for(self, call: Problem) -> Chosen:
-        """This kernel's source, its twin for the call's layout and scale, or a larger one."""
+        """This kernel's source, its twin for the call's layout and scale, or one for its sizes."""
         twin = self._twin(call)
-        if twin.program.why_too_large(Sizes.of(call)) is None:
+        if twin.program.why_unfit(Sizes.of(call)) is None:
             return twin
-        larger = call.layout, call.features, call.bucket
-        if larger not in self._twins:
-            self._twins[larger] = self._choose(call)
-        return self._twins[larger]
+        kind = call.layout, call.features, call.bucket
+        if kind not in self._twins:
+            self._twins[kind] = self._choose(call)
+        return self._twins[kind]
 
     def _twin(self, call: Problem) -> Chosen:
         made = self.chosen.program.problem

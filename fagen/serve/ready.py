@@ -37,7 +37,7 @@ def fitting(place: Place, problem: Problem, candidate: Candidate) -> Program | N
     if why_invalid(problem, place.target, candidate.config) is not None:
         return None
     program = render(problem, candidate.config, place.toolchain.triton_minor)
-    return program if program.why_too_large(Sizes.of(problem)) is None else None
+    return program if program.why_unfit(Sizes.of(problem)) is None else None
 
 
 def make_ready(

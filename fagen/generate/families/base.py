@@ -55,8 +55,8 @@ class Family(Protocol):
     def workspaces(self, knobs: Any, sizes: Sizes) -> tuple[Workspace, ...]:
         """Scratch memory of one launch."""
 
-    def limits(self, knobs: Any) -> dict[str, int]:
-        """Sizes that the source is not right above; see Program.limits."""
+    def limits(self, problem: Problem, knobs: Any) -> dict[str, range]:
+        """Sizes that the source is not right outside of; see Program.limits."""
 
     def tile(self, knobs: Any) -> tuple[int, int]:
         """(query rows, key rows) of a tile: what the gate's shapes and the model go by."""

@@ -221,7 +221,7 @@ def workspaces(knobs: Knobs, sizes: Sizes) -> tuple[Workspace, ...]:
     return ()
 
 
-def limits(knobs: Knobs) -> dict[str, int]:
+def limits(problem: Problem, knobs: Knobs) -> dict[str, range]:
     return {}
 
 

@@ -264,8 +264,8 @@ def _seeds(problem: Problem) -> list[Knobs]:
     best = Knobs(128, 64, 2, "finish", ping_pong="issued", rescale_tau=8.0, output="stores")
     return [
         best,
-        replace(best, ping_pong="off"),
         replace(best, rescale="under_scores"),
+        replace(best, ping_pong="off"),
         replace(best, rescale_tau=0.0, rescale="under_scores"),
         *([replace(best, section_mb=8)] if causal else [replace(best, claim="early")]),
     ]
@@ -381,9 +381,13 @@ def workspaces(knobs: Knobs, sizes: Sizes) -> tuple[Workspace, ...]:
     return ()
 
 
-def limits(knobs: Knobs) -> dict[str, int]:
-    # Half a block is enough on the diagonal only: with more rows than keys, tiles end below it.
-    return {"rows_beyond_keys": 0} if knobs.half_diagonal else {}
+def limits(problem: Problem, knobs: Knobs) -> dict[str, range]:
+    pack = _pack(problem, knobs)
+    return {
+        # Half a block is enough on the diagonal: with more rows than keys, tiles end below it.
+        **({"rows_beyond_keys": range(1)} if knobs.half_diagonal else {}),
+        **({"group": range(pack, pack + 1)} if pack > 1 else {}),
+    }
 
 
 def tile(knobs: Knobs) -> tuple[int, int]:

@@ -123,7 +123,7 @@ def workspaces(knobs: Knobs, sizes: Sizes) -> tuple[Workspace, ...]:
     )
 
 
-def limits(knobs: Knobs) -> dict[str, int]:
+def limits(problem: Problem, knobs: Knobs) -> dict[str, range]:
     return {}
 
 

@@ -131,8 +131,8 @@ def workspaces(knobs: Knobs, sizes: Sizes) -> tuple[Workspace, ...]:
     return ()
 
 
-def limits(knobs: Knobs) -> dict[str, int]:
-    return {"seq_kv": knobs.row}
+def limits(problem: Problem, knobs: Knobs) -> dict[str, range]:
+    return {"seq_kv": range(knobs.row + 1)}
 
 
 def tile(knobs: Knobs) -> tuple[int, int]:
