@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,14 @@ def test_golden_folder_holds_nothing_else(update_golden: bool):
             if path.name not in wanted:
                 path.unlink()
     assert {path.name for path in GOLDEN.glob("*.py")} == wanted
+
+
+@pytest.mark.parametrize("program", golden_programs(), ids=lambda program: program.name)
+def test_no_kernel_reads_the_lse(program: Program):
+    """All launches of a device may share the memory of an LSE that nobody asked for."""
+    stores = [line for line in program.source.splitlines() if re.search(r"\bLSE\b", line)]
+    assert any("store(" in line or "lse_base" in line for line in stores)
+    assert not [line for line in stores if "load" in line or "atomic" in line]
 
 
 def test_golden_files_take_every_branch_of_every_template(monkeypatch: pytest.MonkeyPatch):

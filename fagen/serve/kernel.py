@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from fagen.errors import BadInput, NoDevice
 from fagen.generate.program import Sizes
 from fagen.run.cuda import allocate, current_device
+from fagen.run.unread import unread_lse
 from fagen.serve import inputs
 from fagen.serve.alike import Alike, alike
 
@@ -62,6 +63,7 @@ class Choose(Protocol):
 class _Plan(NamedTuple):
     """All that one kind of call needs, and how to tell that kind.
 
+    unread: where the LSE goes unless it is asked for; None: into new memory, too.
     device: the CUDA device's index, None on the CPU.
     alike, aligned, positive: what the tensors, their addresses and the scale are.
     """
@@ -69,6 +71,7 @@ class _Plan(NamedTuple):
     launch: Launch
     new_o: Callable[[], Tensor]
     new_lse: Callable[[], Tensor]
+    unread: Tensor | None
     scale: float
     device: int | None
     current_device: Callable[[], int]
@@ -79,7 +82,8 @@ class _Plan(NamedTuple):
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, return_lse: bool
     ) -> Tensor | tuple[Tensor, Tensor]:
-        o, lse = self.new_o(), self.new_lse()
+        o = self.new_o()
+        lse = self.new_lse() if return_lse or self.unread is None else self.unread
         self.launch(q, k, v, o, lse, self.scale if scale is None else float(scale))
         return (o, lse) if return_lse else o
 
@@ -203,6 +207,7 @@ class Kernel:
             chosen.prepare(q, k, v),
             allocate((*rows, shape.head_dim_v), q.dtype, q.device),
             allocate(rows, torch.float32, q.device),
+            unread_lse(rows, q.device),
             1 / math.sqrt(shape.head_dim),
             q.device.index if q.is_cuda else None,
             current_device(),

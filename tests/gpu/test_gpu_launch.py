@@ -279,7 +279,7 @@ def test_a_second_device():
     assert_exact(o, lse, plain_attention(q, k, v, 0.125), v)
 
 
-def test_a_call_allocates_its_outputs_alone():
+def test_a_call_allocates_what_it_gives_back_alone():
     q, k, v = (draw(1, 8, 128, 128) for _ in range(3))
     kernel = fagen.get(q, k, v)
     o, lse = kernel(q, k, v, return_lse=True)
@@ -287,5 +287,7 @@ def test_a_call_allocates_its_outputs_alone():
     assert lse.is_contiguous() and lse.shape == (1, 8, 128) and lse.dtype == torch.float32
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     kernel(q, k, v)
-    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before + 2
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before + 1
+    kernel(q, k, v, return_lse=True)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before + 3
     assert_exact(o, lse, plain_attention(q, k, v, 128**-0.5), v)
