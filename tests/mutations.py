@@ -129,14 +129,8 @@ def _everywhere(
         Mutation(
             "hidden row is NaN",
             corner,
-            r"tl.where\(hidden\[:, None\], 0.0, ",
-            "tl.where(hidden[:, None], float('nan'), ",
-        ),
-        Mutation(
-            "hidden row not guarded",
-            corner,
-            r"base = tl.where\(\w+ == float\(\"-inf\"\), 0.0, (\w+)\)",
-            r"base = \1",
+            r"tl.where\(hidden, 0.0, ",
+            "tl.where(hidden, float('nan'), ",
         ),
         Mutation("sum not divided", full, r"acc = acc / l_i\[:, None\]", "acc = acc"),
         Mutation(
@@ -230,6 +224,7 @@ MUTATIONS: dict[str, list[Mutation]] = {
     "flash_ws": [replace(mutation, gpu_only=True) for mutation in _WARP_SPECIALISED],
     "flash": [
         *_everywhere(FULL, CAUSAL, CORNER, GROUPED),
+        Mutation("hidden row not guarded", CORNER, r"-3\.0e38", "float('-inf')"),
         Mutation("rescale forgotten", FULL, r"acc = acc \* alpha\[:, None\]", "acc = acc"),
         Mutation("sum not rescaled", FULL, r"l_i \* alpha \+", "l_i +"),
         Mutation(
@@ -264,6 +259,7 @@ MUTATIONS: dict[str, list[Mutation]] = {
     ],
     "kv_outer": [
         *_everywhere(OUTER, OUTER_CAUSAL, OUTER_CORNER, OUTER_GROUPED),
+        Mutation("hidden row not guarded", OUTER_CORNER, r"-3\.0e38", "float('-inf')"),
         Mutation("rescale forgotten", OUTER, r"acc = acc \* alpha\[:, None\]", "acc = acc"),
         Mutation("sum not rescaled", OUTER, r"l_i \* alpha \+", "l_i +"),
         Mutation(
@@ -290,6 +286,12 @@ MUTATIONS: dict[str, list[Mutation]] = {
     ],
     "slim": [
         *_everywhere(SLIM, SLIM_CAUSAL, SLIM_CORNER, SLIM_GROUPED),
+        Mutation(
+            "hidden row not guarded",
+            SLIM_CORNER,
+            r"base = tl.where\(\w+ == float\(\"-inf\"\), 0.0, (\w+)\)",
+            r"base = \1",
+        ),
         Mutation(
             "maximum of the last piece",
             SLIM,

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 ROW_STRIDE_LIMIT = 1 << 22  # elements; see Problem.layout
 ALIGNMENT = 16  # bytes
+# fp32's least normal number. A kernel for positive scales multiplies scores that a mask has made
+# -inf: below this its scale may be 0, and the product NaN.
+LEAST_SCALE = 2.0**-126
 
 
 def problem_of(first: tuple[Any, ...], words: dict[str, Any]) -> Problem:

@@ -94,7 +94,8 @@ class Kernel:
 
     q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv). Batch, lengths and head counts are
     free; dtype, head sizes and the ratio of heads are those of `problem`. Unaligned or broadcast
-    tensors, and scales <= 0, run on a twin that is made and verified when it is first needed.
+    tensors, and scales <= 0 (or below 2**-126), run on a twin that is made and verified when it is
+    first needed.
     """
 
     problem: Problem
@@ -165,7 +166,7 @@ class Kernel:
 
     def _plan(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> _Plan:
         aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) % inputs.ALIGNMENT == 0
-        positive = scale is None or bool(scale > 0)
+        positive = scale is None or bool(scale >= inputs.LEAST_SCALE)
         if q.requires_grad or k.requires_grad or v.requires_grad:
             inputs.check_gradients(q, k, v)  # whether gradients are on is asked at each such call
         last = self._last

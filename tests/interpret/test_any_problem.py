@@ -95,6 +95,33 @@ def test_any_legal_problem_is_exact(name: str):
     check()
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of 0/0, where a row sees no other score
+@pytest.mark.parametrize("name", INTERPRETABLE)
+@pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
+@pytest.mark.parametrize("hidden", [slice(0, 96), slice(96, None)])
+def test_tiles_whose_scores_are_all_minus_infinity_count_for_nothing(
+    name: str, causal: str, hidden: slice
+):
+    align = causal if causal != "none" else "top_left"
+    problem = make_problem(
+        64, 16, seq_kv=192, dtype="fp16", causal=causal != "none", causal_align=align
+    )
+    for knobs in list(every_choice(FAMILIES[name].Knobs))[:: 997 if name == "flash" else 7]:
+        config = Config(name, knobs)
+        if why_invalid(problem, TARGET, config) is not None:
+            continue
+        q, k, v = make_inputs(problem, torch.Generator().manual_seed(0))
+        q.abs_()
+        k[..., hidden, :] = -torch.inf
+        o, lse = make_outputs(problem)
+        load(render(problem, config), TARGET, "cpu").launch(q, k, v, o, lse, 0.25)
+        o_truth, lse_truth = plain_attention(q, k, v, 0.25, problem.features.causal)
+        assert torch.isfinite(lse_truth).any() or causal == "top_left"
+        seen = torch.isfinite(lse_truth)  # others see no other score: 0, or NaN as torch has it
+        torch.testing.assert_close(o[seen].double(), o_truth[seen], atol=4e-3, rtol=0)
+        torch.testing.assert_close(lse[seen].double(), lse_truth[seen], atol=1e-3, rtol=0)
+
+
 def test_zero_batch_launches_nothing():
     problem = make_problem(16, 16, batch=0, dtype="fp16")
     q, k, v = make_inputs(problem, torch.Generator().manual_seed(0))
