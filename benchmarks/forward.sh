@@ -5,6 +5,8 @@
 #
 #   benchmarks/forward.sh FOLDER [--match WORD]...     from the root of a clean checkout
 #   COMMIT=...  where git can't tell it        TRIALS=14  of each cell
+#   PART=...    in the files' names, where parts run beside each other, each on its own GPU:
+#               CUDA_VISIBLE_DEVICES=1 PART=causal benchmarks/forward.sh causal --match causal
 set -euo pipefail
 out=${1:?folder for the results and the database}
 shift
@@ -21,7 +23,7 @@ for grid in G G2; do
     grep -E '^(winner|peer)' "$out/last.txt" | head -3 | cut -c1-120
     echo "$cell" >>"$out/tuned.txt"
   done
-  file=$out/h200-forward$([ $grid = G ] || echo "-g2").json
+  file=$out/h200-forward$([ $grid = G ] || echo "-g2")${PART:+-$PART}.json
   # shellcheck disable=SC2086
   python3 benchmarks/forward.py --grid $grid "$@" --db "$db" $known --out "$file" \
     $([ -e "$file" ] && echo --append)

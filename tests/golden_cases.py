@@ -75,6 +75,10 @@ CASES: list[tuple[Problem, Config]] = [
         make_problem(4096, 64, causal=True),
         _flash_ws(block_m=192, slots=3, boundary="finish", ping_pong="issued", section_mb=64),
     ),
+    (
+        make_problem(4096, 128, causal=True),
+        _flash_ws(ping_pong="scored", rescale="under_scores"),
+    ),
     (make_problem(256, 64), _flash_ws(block_n=64, rescale="under_scores")),
     (
         make_problem(4096, 256),

@@ -17,7 +17,7 @@ TEMPLATE = "flash_ws.py.j2"
 ROWS = 64  # of a consumer group: the rows of one wgmma
 PACKED_ROWS = 1024  # queries; above, tiles of one head are at least 0.94 full
 OTHER_REGISTERS = 32  # three groups with 24 left, D80 and 128 keys: every wgmma waits (Triton 3.6)
-SHORT_KEYS = 1024  # below, D64 with two groups or narrow blocks wins
+SHORT_KEYS = 1024  # up to here, D64 with two groups wins
 # Tiles of the last section, for each multiprocessor, so that all end together: one head's longest
 # tile begins too late. Reasoned, not measured.
 LAST_WAVES = 4
@@ -45,9 +45,9 @@ class Knobs:
     )
     ping_pong: str = knob(
         "off",
-        ("off", "issued", "done"),
-        "groups take turns at the tensor cores; a turn ends when its products are issued, or are "
-        "done",
+        ("off", "issued", "scored", "done"),
+        "groups take turns at the tensor cores; a turn ends when its products are issued, when "
+        "QK^T is done, or when both are",
     )
     rescale_tau: float = knob(
         0.0, (0.0, 8.0), "keep the old maximum within this many log2 units; 0: never"
@@ -234,30 +234,31 @@ def _seeds(problem: Problem) -> list[Knobs]:
     wide = _width(problem.shape.head_dim) + _width(problem.shape.head_dim_v)
     if wide <= 128:
         three = Knobs(192, 128, 3, "finish", ping_pong="done", rescale="under_scores")
+        kept = replace(three, rescale_tau=8.0)
         two = Knobs(128, 128, 4, half_diagonal=causal)
         long = [
-            three,
+            *([kept, three] if causal else [three, kept]),
             replace(three, ping_pong="issued"),
             replace(three, rescale="after_softmax"),
-            replace(three, slots=4),
         ]
         short = [
             two,
+            replace(two, ping_pong="done", rescale_tau=8.0),
             Knobs(192, 64, 6, ping_pong="issued"),
-            replace(two, ping_pong="done"),
             Knobs(64, 128, 2, "finish"),
         ]
-        return [*short, *long] if problem.shape.seq_kv < SHORT_KEYS else [*long, *short]
+        return [*short, *long] if problem.shape.seq_kv <= SHORT_KEYS else [*long, *short]
     if wide <= 320:
-        two = Knobs(128, 128, 2, half_diagonal=causal, ping_pong="done")
         three = Knobs(192, 64, 3, "finish", ping_pong="issued", rescale_tau=8.0)
+        two = Knobs(128, 128, 2, half_diagonal=causal, ping_pong="done")
+        kept = replace(two, rescale_tau=8.0)
         return [
             three,
             two,
-            *([replace(three, section_mb=16)] if causal else [replace(two, ping_pong="off")]),
-            replace(two, ping_pong="issued"),
-            replace(two, output="stores"),
-            replace(two, boundary="finish"),
+            kept if causal else replace(kept, rescale="under_scores"),
+            replace(three, rescale="under_scores"),
+            *([replace(three, section_mb=16)] if causal else [replace(three, ping_pong="off")]),
+            replace(three, ping_pong="scored"),
             Knobs(128, 64, 2, "finish", output="stores"),
             Knobs(64, 64, 2, "finish"),
         ]
