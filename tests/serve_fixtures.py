@@ -16,7 +16,7 @@ from fagen.target import Target
 
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: str, scale: float) -> tuple[Tensor, Tensor]:
     """The formula in fp64: output in q's dtype and the natural LSE in fp32."""
-    group = q.shape[1] // k.shape[1]
+    group = q.shape[1] // max(1, k.shape[1])
     k, v = (t.double().repeat_interleave(group, 1) for t in (k, v))
     scores = scale * q.double() @ k.transpose(-1, -2)
     if causal != "none":

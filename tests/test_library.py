@@ -584,6 +584,19 @@ def test_a_size_above_the_sources_limit_gets_another_source_once(machine: FakeMa
     assert [r.program.config.family for r in machine.loaded] == ["slim", "flash"]
 
 
+# N05
+@pytest.mark.parametrize("ratio", [1, 2])
+def test_tensors_without_heads_give_empty_ones(ratio: int, machine: FakeMachine):
+    none = [t[:, :0] for t in tensors()]
+    kernel = fagen.get(**SHAPE | {"heads": 2 * ratio, "kv_heads": 2}, device="cpu")
+    o, lse = kernel(*none, return_lse=True)
+    assert (o.shape, o.dtype) == ((1, 0, 256, 64), torch.float32)
+    assert (lse.shape, lse.dtype) == ((1, 0, 256), torch.float32)
+    assert fagen.get(*none)(*none).shape == (1, 0, 256, 64)
+    with pytest.raises(BadInput, match="0 query heads are no multiple of 2"):
+        kernel(none[0], *tensors()[1:])
+
+
 def bad(**changes: torch.Tensor) -> list[torch.Tensor]:
     q, k, v = tensors()
     return [changes.get("q", q), changes.get("k", k), changes.get("v", v)]

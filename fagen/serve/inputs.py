@@ -77,7 +77,10 @@ def get_call(problem: Problem) -> str:
 
 
 def shape_of(q: Tensor, k: Tensor, v: Tensor) -> Shape:
-    """The Shape of q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv). Raises BadInput."""
+    """The Shape of q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv). Raises BadInput.
+
+    Of tensors without heads it is that of one head: there is a kernel for it, with nothing to do.
+    """
     import torch
 
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -101,7 +104,8 @@ def shape_of(q: Tensor, k: Tensor, v: Tensor) -> Shape:
     _check_sizes(q, k, v)
     batch, heads_q, seq_q, head_dim = q.shape
     _, heads_kv, seq_kv, head_dim_v = v.shape
-    return Shape(batch, heads_q, heads_kv, seq_q, seq_kv, head_dim, head_dim_v, dtype)
+    heads = (heads_q, heads_kv) if heads_q else (1, 1)
+    return Shape(batch, *heads, seq_q, seq_kv, head_dim, head_dim_v, dtype)
 
 
 def layout_of(q: Tensor, k: Tensor, v: Tensor) -> Layout:
@@ -163,7 +167,7 @@ def _check_sizes(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise BadInput(f"k and v differ in heads or length: {shown}.", "They must agree.")
     if qs[3] != ks[3]:
         raise BadInput(f"q and k differ in head size: {shown}.", "They must agree.")
-    if ks[1] < 1 or qs[1] < 1 or qs[1] % ks[1]:
+    if qs[1] != ks[1] and (ks[1] < 1 or qs[1] < 1 or qs[1] % ks[1]):
         raise BadInput(
             f"{qs[1]} query heads are no multiple of {ks[1]} key/value heads.",
             "Each key/value head serves the same number of query heads.",

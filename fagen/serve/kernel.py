@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from fagen.errors import BadInput, NoDevice
@@ -197,13 +197,16 @@ class Kernel:
         import torch
 
         shape = inputs.shape_of(q, k, v)
+        if not q.shape[1]:
+            made = self.problem.shape
+            shape = replace(shape, heads_q=made.heads_q, heads_kv=made.heads_kv)
         inputs.check_promise(self.problem, shape)
         self._check_device(q)
         chosen = self._chosen_for(
             inputs.problem_like(self.problem, shape, inputs.layout_of(q, k, v), not positive)
         )
         assert chosen.prepare is not None
-        rows = (shape.batch, shape.heads_q, shape.seq_q)
+        rows = (shape.batch, q.shape[1], shape.seq_q)
         return _Plan(
             chosen.prepare(q, k, v),
             allocate((*rows, shape.head_dim_v), q.dtype, q.device),
@@ -245,8 +248,6 @@ class Kernel:
             return self.chosen
         kind = call.layout, call.features
         if kind not in self._twins:
-            from dataclasses import replace
-
             like = replace(self.problem, layout=call.layout, features=call.features)
             self._twins[kind] = self._choose(like, prefer=self.config)
         return self._twins[kind]
