@@ -258,7 +258,9 @@ class Block:
         barrier.pending -= 1
         barrier.settle()
 
-    def wait(self, bar: Shared, parity: int) -> None:
+    def wait(self, bar: Shared, parity: int, pred: bool = True) -> None:
+        if not pred:
+            return
         barrier = self.barriers[bar.address]
         if self.dice.random() < 0.1:
             self._give_way()

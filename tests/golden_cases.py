@@ -77,7 +77,7 @@ CASES: list[tuple[Problem, Config]] = [
     ),
     (
         make_problem(4096, 128, causal=True),
-        _flash_ws(ping_pong="scored", rescale="under_scores"),
+        _flash_ws(ping_pong="scored", rescale="under_scores", early_keys=True),
     ),
     (make_problem(256, 64), _flash_ws(block_n=64, rescale="under_scores")),
     (

@@ -52,6 +52,11 @@ class Knobs:
     rescale_tau: float = knob(
         0.0, (0.0, 8.0), "keep the old maximum within this many log2 units; 0: never"
     )
+    early_keys: bool = knob(
+        False,
+        (False, True),
+        "wait for the next keys, and so for PV, once the maxima are known, not at a step's start",
+    )
     rescale: str = knob(
         "after_softmax",
         ("after_softmax", "under_scores"),
@@ -252,10 +257,13 @@ def _seeds(problem: Problem) -> list[Knobs]:
         three = Knobs(192, 64, 3, "finish", ping_pong="issued", rescale_tau=8.0)
         two = Knobs(128, 128, 2, half_diagonal=causal, ping_pong="done")
         kept = replace(two, rescale_tau=8.0)
+        early = replace(kept, early_keys=True, rescale="under_scores")
         return [
             three,
             two,
+            early,
             kept if causal else replace(kept, rescale="under_scores"),
+            replace(two, early_keys=True),
             replace(three, rescale="under_scores"),
             *([replace(three, section_mb=16)] if causal else [replace(three, ping_pong="off")]),
             replace(three, ping_pong="scored"),
