@@ -129,8 +129,8 @@ def _everywhere(
         Mutation(
             "hidden row is NaN",
             corner,
-            r"tl.where\(hidden, 0.0, ",
-            "tl.where(hidden, float('nan'), ",
+            r"tl.where\(hidden\[:, None\], 0.0, ",
+            "tl.where(hidden[:, None], float('nan'), ",
         ),
         Mutation("sum not divided", full, r"acc = acc / l_i\[:, None\]", "acc = acc"),
         Mutation(
