@@ -27,6 +27,7 @@ from publish import ROOT, commit, text_of
 from torch.nn.functional import scaled_dot_product_attention
 
 import fagen
+from fagen.judge.measure import turns
 from fagen.target import detect, toolchain
 
 DEVICE = torch.device("cuda:0")
@@ -87,16 +88,13 @@ def interleaved(
 ) -> Samples:
     """Microseconds a call of each contestant, one sample a round.
 
-    settle: waits for the device. The order of a round is the one before, rotated by one.
+    settle: waits for the device.
     """
-    names = list(contestants)
-    samples: Samples = {name: [] for name in names}
-    for name in names:  # the first calls compile, check and allocate
-        _sample(contestants[name], calls, settle, clock)
-    for number in range(rounds):
-        turn = number % len(names)
-        for name in names[turn:] + names[:turn]:
-            samples[name].append(_sample(contestants[name], calls, settle, clock))
+    samples: Samples = {name: [] for name in contestants}
+    for call in contestants.values():  # the first calls compile, check and allocate
+        _sample(call, calls, settle, clock)
+    for name in turns(contestants, rounds):
+        samples[name].append(_sample(contestants[name], calls, settle, clock))
     return samples
 
 

@@ -258,14 +258,15 @@ def _seeds(problem: Problem) -> list[Knobs]:
         two = Knobs(128, 128, 2, half_diagonal=causal, ping_pong="done")
         kept = replace(two, rescale_tau=8.0)
         early = replace(kept, early_keys=True, rescale="under_scores")
+        held = replace(two, early_keys=True)
+        if causal:
+            first = [three, two, early, kept, held, replace(three, section_mb=16)]
+        else:
+            over = replace(kept, rescale="under_scores")
+            first = [two, held, over, replace(three, ping_pong="off"), early, three]
         return [
-            three,
-            two,
-            early,
-            kept if causal else replace(kept, rescale="under_scores"),
-            replace(two, early_keys=True),
+            *first,
             replace(three, rescale="under_scores"),
-            *([replace(three, section_mb=16)] if causal else [replace(three, ping_pong="off")]),
             replace(three, ping_pong="scored"),
             Knobs(128, 64, 2, "finish", output="stores"),
             Knobs(64, 64, 2, "finish"),
