@@ -108,8 +108,9 @@ def race(
 
     Drift of the card then meets all of them alike, and so does what the one before left behind:
     where the order was only rotated, whoever came after a kernel that draws little power found a
-    higher clock every time (one H200: 384 us for a kernel that otherwise took 437). One that
-    raises is named in `failed` with its reason and left out; without `failed` it raises.
+    higher clock every time (384 us for a kernel that then took 438:
+    benchmarks/results/h200_rotated_order_race.json). One that raises is named in `failed` with its
+    reason and left out; without `failed` it raises.
     """
     clock = clock or clock_of(device, policy)
     ready: dict[str, Replay] = {}
