@@ -107,10 +107,9 @@ def race(
     """Contestants measured in turns, one sample a turn, in an order that is balanced over rounds.
 
     Drift of the card then meets all of them alike, and so does what the one before left behind:
-    where the order was only rotated, whoever came after a kernel that draws little power found a
-    higher clock every time (384 us for a kernel that then took 438:
-    benchmarks/results/h200_rotated_order_race.json). One that raises is named in `failed` with its
-    reason and left out; without `failed` it raises.
+    where the order was only rotated, whoever came after the slowest peer was faster every time
+    (384 us for a kernel that then took 438: benchmarks/results/h200_rotated_order_race.json). One
+    that raises is named in `failed` with its reason and left out; without `failed` it raises.
     """
     clock = clock or clock_of(device, policy)
     ready: dict[str, Replay] = {}
