@@ -70,23 +70,25 @@ CASES: list[tuple[Problem, Config]] = [
     (_VALUES_PADDED, _slim(block_m=16, block_n=32)),
     (_FULL, _flash_ws()),
     (_FULL, _flash_ws(block_m=64, block_n=64, claim="early", output="stores")),
-    (_CAUSAL, _flash_ws(half_diagonal=True, ping_pong="done", claim="early")),
+    (_CAUSAL, _flash_ws(half_diagonal=True, ping_pong=True, claim="early")),
     (
         make_problem(4096, 64, causal=True),
-        _flash_ws(block_m=192, slots=3, boundary="finish", ping_pong="issued", section_mb=64),
+        _flash_ws(block_m=192, slots=3, boundary="finish", ping_pong=True, section_mb=32),
     ),
     (
         make_problem(4096, 128, causal=True),
-        _flash_ws(ping_pong="scored", rescale="under_scores", early_keys=True),
+        _flash_ws(ping_pong=True, rescale="under_scores", queries="registers"),
     ),
-    (make_problem(256, 64), _flash_ws(block_n=64, rescale="under_scores")),
+    (make_problem(256, 64), _flash_ws(block_n=64, rescale="under_scores", ping_pong=True)),
     (
         make_problem(4096, 256),
-        _flash_ws(block_n=64, boundary="finish", rescale_tau=8.0, output="stores"),
+        _flash_ws(block_n=64, boundary="finish", rescale_tau=8.0, output="stores", queries="half"),
     ),
     (
         _CORNER_96,
-        _flash_ws(rescale="under_scores", half_diagonal=True, ping_pong="issued", rescale_tau=8.0),
+        _flash_ws(
+            rescale="under_scores", half_diagonal=True, queries="registers", rescale_tau=8.0
+        ),
     ),
     (
         make_problem(40, 128, seq_kv=900, heads=8, kv_heads=2, causal=True),

@@ -82,13 +82,14 @@ WS_CAUSAL = _flash_ws(_CAUSAL)
 WS_HALF = _flash_ws(_CAUSAL, block_n=128, half_diagonal=True)
 WS_CORNER = _flash_ws(_CORNER)
 WS_GROUPED = _flash_ws(_GROUPED)
-WS_EARLY = _flash_ws(_FULL, claim="early", ping_pong="done")
+WS_EARLY = _flash_ws(_FULL, claim="early", ping_pong=True)
 WS_STORES = _flash_ws(_FULL, output="stores", boundary="finish")
 WS_KEPT = _flash_ws(_FULL, rescale_tau=8.0, boundary="finish", rescale="under_scores")
 WS_PACKED = _flash_ws(
     make_problem(37, 24, heads=8, kv_heads=2, seq_kv=300, dtype="fp16", causal=True),
     pack_heads=True,
 )
+WS_SPLIT = _flash_ws(make_problem(500, 64, dtype="fp16"), queries="half")
 WS_PARTS = _flash_ws(make_problem(500, 96, dtype="fp16"))
 
 _STORE_LAST = (r"tl.store\(LSE \+ out, lse, mask=rows < seq_q\)", r"tl.store(LSE + out, lse)")
@@ -151,7 +152,9 @@ _WARP_SPECIALISED = [
         "one key too many", WS_CAUSAL, r"<= last_seen\[:, None\]", "<= last_seen[:, None] + 1"
     ),
     Mutation("wrong corner", WS_CORNER, r"rows \+ launch.seq_kv - launch.seq_q", "rows"),
-    Mutation("pad key counted", WS, r"< launch.seq_kv, s,", "<= launch.seq_kv, s,"),
+    Mutation("pad key counted", WS, r", launch.seq_kv - 1\)", ", launch.seq_kv)"),
+    Mutation("a group's rows left out", WS, r"ROWS < launch.seq_q", "ROWS < launch.seq_q - 64"),
+    Mutation("half of Q twice", WS_SPLIT, r"a = a.slice\(32, 32, 1\)", "a = a.slice(0, 32, 1)"),
     Mutation("LSE in log2", WS, r" \* 0.6931471805599453", ""),
     Mutation("LSE past its end", WS, r" & \(lse_rows < launch.seq_q\)", ""),
     Mutation("output past its end", WS_STORES, r" & \(rows < launch.seq_q\)", ""),

@@ -12,25 +12,27 @@ from fagen.generate.program import Sizes
 from fagen.problem import Problem
 from fagen.target import Target
 
-# Fitted on one H200 (bf16, 16384 tokens, 2026-11-29) to 130 times of four races, brought to one
-# clock by FlashAttention-3's: 30 configs at D64, 128 and 256, N512 to N16384; 4 % off in the mean
-# square. Loads hide. The races: benchmarks/results/h200_flash_ws_race.json.
+# Fitted on one H200 (bf16, 16384 tokens, 2026-11-30) to 434 times of five races, brought to one
+# clock by FlashAttention-3's: 60 configs at D64, 128 and 256, N512 to N16384; 5 % off in the mean
+# square. Loads hide. The races: benchmarks/results/h200_flash_ws_race2.json.
 SUSTAINED = 0.85  # of the datasheet's clock, which the card's power cap takes
 LAUNCH_US = 4.0
 MEMORY_SHARE = 0.9  # 4.3 of 4.8 TB/s for a copy
 # Instructions of a step. The SASS has 452 at D128 and 128 keys, 411 at D64.
-SCORE_INSTRUCTIONS = 5.2
-VALUE_INSTRUCTIONS = 0.5  # the rescale of O, for each accumulator of a thread
-STEP_INSTRUCTIONS = 45.0
+SCORE_INSTRUCTIONS = 5.16
+VALUE_INSTRUCTIONS = 0.52  # the rescale of O, for each accumulator of a thread
+STEP_INSTRUCTIONS = 20.0
 ISSUE_CYCLES = 3.1  # from one instruction of a warp to its next, while the softmax runs
-NARROW_KEYS = 6.0  # a product over n keys runs at n / (n + this) of its rate
-CROWDED = 0.45  # by a third group on the same schedulers
-TURN_CYCLES = 26.0  # to pass the turn on; without turns groups meet at the tensor cores
-COLLISION = 0.033
-DONE_NARROW = 1.08  # with 64 keys, turns that end when the products are done come too late
-TILE_CYCLES = 2600.0  # what a tile costs beside its blocks; more where it is finished first
-FINISH_CYCLES = 720.0
-RESCALE_KEPT = 0.64  # of the rescale's instructions, with a threshold
+NARROW_KEYS = 8.2  # a product over n keys runs at n / (n + this) of its rate
+CROWDED = 0.48  # by a third group on the same schedulers
+TURN_CYCLES = 66.0  # to pass the turn on; without turns groups meet at the tensor cores
+COLLISION = 0.013
+DONE_NARROW = 1.04  # with 64 keys, turns that end when the products are done come too late
+TILE_CYCLES = 2500.0  # what a tile costs beside its blocks; more where it is finished first
+FINISH_CYCLES = 280.0
+# Of the rescale's instructions: under QK^T, with a threshold, with one after the softmax.
+OVER, KEPT, KEPT_LATE = 2.0, 0.82, 0.78
+SHARED_QUERIES = {"shared": 3.1, "half": 2.2, "registers": 0.0}  # more cycles of QK^T
 EARLY_CLAIM = 1.06  # causal, not fitted: a tile claimed early is one that an idle block can't take
 UNEVEN = 1.02
 MOST_SUMMED = 4096  # tiles looked at one by one; of more, an even sample
@@ -68,26 +70,32 @@ def _step_cycles(problem: Problem, target: Target, knobs: Knobs, groups: int) ->
     rate = target.tensor_tflops * 1e3 / (target.sm_count * target.clock_ghz)
     rate *= knobs.block_n / (knobs.block_n + NARROW_KEYS)
     scores = 2.0 * ROWS * knobs.block_n * dim / rate
+    # Q from shared memory takes bandwidth that narrow products have none to spare of.
+    scores *= 1.0 + SHARED_QUERIES[knobs.queries] / knobs.block_n
     products = scores + 2.0 * ROWS * knobs.block_n * dim_v / rate
-    rescale = VALUE_INSTRUCTIONS * dim_v / 2 * (RESCALE_KEPT if knobs.rescale_tau else 1.0)
+    late = knobs.rescale == "after_softmax"
+    kept = (KEPT_LATE if late else KEPT) if knobs.rescale_tau else 1.0 if late else OVER
+    rescale = VALUE_INSTRUCTIONS * dim_v / 2 * kept
     instructions = SCORE_INSTRUCTIONS * knobs.block_n / 2 + rescale + STEP_INSTRUCTIONS
     # Groups that share a scheduler wait for each other now and then.
     softmax = ISSUE_CYCLES * instructions * (1.0 + CROWDED * (groups - 2))
     shared = groups * products
-    turns = TURN_CYCLES if knobs.ping_pong != "off" else COLLISION * shared
+    turns = TURN_CYCLES if knobs.ping_pong else COLLISION * shared
     # The longer, and more where they are alike.
     busy = ((products + softmax) ** 6 + shared**6) ** (1 / 6)
-    narrow = knobs.ping_pong == "done" and knobs.block_n < 128
+    narrow = knobs.ping_pong and knobs.block_n < 128
     return float(busy + turns) * (DONE_NARROW if narrow else 1.0)
 
 
 def _blocks(problem: Problem, knobs: Knobs, end_row: int, tiles_m: int) -> float:
     """Key blocks of one head's tiles; half of one where a diagonal halves it for half a tile."""
     shape, causal = problem.shape, problem.features.causal
-    if causal == "none":
-        return float(tiles_m * cdiv(shape.seq_kv, knobs.block_n))
-    shift = shape.seq_kv - shape.seq_q if causal == "bottom_right" else 0
     pack = shape.heads_q // shape.heads_kv if knobs.pack_heads else 1
+    if causal == "none":
+        # Groups without rows compute nothing.
+        busy = min(tiles_m, cdiv(shape.seq_q * pack, ROWS) * ROWS / knobs.block_m)
+        return float(busy * cdiv(shape.seq_kv, knobs.block_n))
+    shift = shape.seq_kv - shape.seq_q if causal == "bottom_right" else 0
     every = max(1, cdiv(tiles_m, MOST_SUMMED))
     ends = [(end_row - i * knobs.block_m) // pack + shift for i in range(0, tiles_m, every)]
     seen = sum(cdiv(max(1, min(end, shape.seq_kv)), knobs.block_n) for end in ends)

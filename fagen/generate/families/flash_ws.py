@@ -17,7 +17,7 @@ TEMPLATE = "flash_ws.py.j2"
 ROWS = 64  # of a consumer group: the rows of one wgmma
 PACKED_ROWS = 1024  # queries; above, tiles of one head are at least 0.94 full
 OTHER_REGISTERS = 32  # three groups with 24 left, D80 and 128 keys: every wgmma waits (Triton 3.6)
-SHORT_KEYS = 1024  # up to here, D64 with two groups wins
+SHORT_KEYS = 2048  # up to here, blocks of 64 keys or two groups win at D64
 # Tiles of the last section, for each multiprocessor, so that all end together: one head's longest
 # tile begins too late. Reasoned, not measured.
 LAST_WAVES = 4
@@ -37,25 +37,25 @@ class Knobs:
     boundary: str = knob(
         "overlap",
         ("overlap", "finish"),
-        "start the next tile's QK^T before this tile's last PV, with twice the room for Q, or "
-        "finish a tile first",
+        "start the next tile's QK^T before this tile's last PV, with twice the room for Q in "
+        "shared memory, or finish a tile first",
+    )
+    queries: str = knob(
+        "shared",
+        ("shared", "half", "registers"),
+        "where QK^T finds Q at every step: in shared memory, half of its columns in registers, or "
+        "all",
     )
     half_diagonal: bool = knob(
         False, (False, True), "compute half of a block where the diagonal hides the rest"
     )
-    ping_pong: str = knob(
-        "off",
-        ("off", "issued", "scored", "done"),
-        "groups take turns at the tensor cores; a turn ends when its products are issued, when "
-        "QK^T is done, or when both are",
+    ping_pong: bool = knob(
+        False,
+        (False, True),
+        "groups take turns at the tensor cores; a turn ends when its products are done",
     )
     rescale_tau: float = knob(
         0.0, (0.0, 8.0), "keep the old maximum within this many log2 units; 0: never"
-    )
-    early_keys: bool = knob(
-        False,
-        (False, True),
-        "wait for the next keys, and so for PV, once the maxima are known, not at a step's start",
     )
     rescale: str = knob(
         "after_softmax",
@@ -64,7 +64,7 @@ class Knobs:
     )
     output: str = knob("tma", ("tma", "stores"), "O through shared memory, or in 16-byte stores")
     section_mb: int = knob(
-        32, (8, 16, 32, 64), "keys and values that a launch works on at a time, in L2"
+        64, (16, 32, 64, 128), "keys and values that a launch works on at a time, in L2"
     )
     claim: str = knob("late", ("late", "early"), "when a block claims its next tile")
     pack_heads: bool = knob(
@@ -78,6 +78,11 @@ class Part(NamedTuple):
     start: int
     width: int
     suffix: str
+
+    @property
+    def half(self) -> int:
+        """Columns of Q that stay in registers where half of them do."""
+        return self.width // 2
 
     @property
     def packed(self) -> int:
@@ -110,13 +115,17 @@ def _groups(knobs: Knobs) -> int:
 
 
 def _q_slots(knobs: Knobs) -> int:
-    return _groups(knobs) * (2 if knobs.boundary == "overlap" else 1)
+    """A tile's, and the next one's where both are read at a time."""
+    twice = knobs.boundary == "overlap" and knobs.queries != "registers"
+    return _groups(knobs) * (2 if twice else 1)
 
 
 def _registers(problem: Problem, knobs: Knobs) -> float:
-    """Of a consumer thread: O, the scores and the held probabilities (compiled: 184 at D128 and
-    block_n 128, 135 at block_n 64, 200 at D256 and block_n 64)."""
-    return (_width(problem.shape.head_dim_v) + 1.5 * knobs.block_n) / 2
+    """Of a consumer thread: O, the scores, the held probabilities and Q (compiled without Q: 184
+    at D128 and block_n 128, 135 at block_n 64, 200 at D256 and block_n 64)."""
+    held = {"shared": 0.0, "half": 0.25, "registers": 0.5}[knobs.queries]
+    words = _width(problem.shape.head_dim_v) + 1.5 * knobs.block_n
+    return (words + held * _width(problem.shape.head_dim)) / 2
 
 
 def _align(knobs: Knobs, pack: int) -> int:
@@ -181,9 +190,16 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         lambda p, t, k: not k.pack_heads or not k.half_diagonal,
     ),
     Constraint(
+        "halves_are_multiplied",
+        "wgmma takes 16 columns of Q at a time: half of this head_dim's are fewer.",
+        lambda p, t, k: (
+            k.queries != "half" or all(part.half >= 16 for part in parts(p.shape.head_dim))
+        ),
+    ),
+    Constraint(
         "turns_need_groups",
         "A single group has nobody to take turns with.",
-        lambda p, t, k: k.ping_pong == "off" or _groups(k) > 1,
+        lambda p, t, k: not k.ping_pong or _groups(k) > 1,
     ),
     Constraint(
         "skipped_blocks_fit_ring",
@@ -208,7 +224,7 @@ CONSTRAINTS: tuple[Constraint, ...] = (
     Constraint(
         "sections_are_causal",
         "Without a causal mask a head's tiles follow each other: sections change nothing.",
-        lambda p, t, k: p.features.causal != "none" or k.section_mb == 32,
+        lambda p, t, k: p.features.causal != "none" or k.section_mb == 64,
     ),
 )
 
@@ -234,50 +250,52 @@ def seeds(problem: Problem, target: Target) -> list[Knobs]:
 
 
 def _seeds(problem: Problem) -> list[Knobs]:
-    """What was best by head dim in benchmarks/results/h200_flash_ws_race.json, and neighbours."""
+    """What was best by head dim in benchmarks/results/h200_flash_ws_race2.json, and neighbours."""
     causal = problem.features.causal != "none"
     wide = _width(problem.shape.head_dim) + _width(problem.shape.head_dim_v)
+    short = problem.shape.seq_kv <= SHORT_KEYS
+    kept = {"rescale_tau": 8.0, "rescale": "under_scores"}
     if wide <= 128:
-        three = Knobs(192, 128, 3, "finish", ping_pong="done", rescale="under_scores")
-        kept = replace(three, rescale_tau=8.0)
-        two = Knobs(128, 128, 4, half_diagonal=causal)
-        long = [
-            *([kept, three] if causal else [three]),  # without a mask the threshold spills
-            replace(three, ping_pong="issued"),
-            replace(three, rescale="after_softmax"),
-        ]
-        short = [
-            two,
-            replace(two, ping_pong="done", rescale_tau=8.0),
-            Knobs(192, 64, 6, ping_pong="issued"),
-            Knobs(64, 128, 2, "finish"),
-        ]
-        return [*short, *long] if problem.shape.seq_kv <= SHORT_KEYS else [*long, *short]
-    if wide <= 320:
-        three = Knobs(192, 64, 3, "finish", ping_pong="issued", rescale_tau=8.0)
-        two = Knobs(128, 128, 2, half_diagonal=causal, ping_pong="done")
-        kept = replace(two, rescale_tau=8.0)
-        early = replace(kept, early_keys=True, rescale="under_scores")
-        held = replace(two, early_keys=True)
-        if causal:
-            first = [three, two, early, kept, held, replace(three, section_mb=16)]
-        else:
-            over = replace(kept, rescale="under_scores")
-            first = [two, held, over, replace(three, ping_pong="off"), early, three]
+        long = Knobs(192, 128, 3, "finish", ping_pong=True, **kept)
+        three = Knobs(192, 64, 6, "finish", "registers")
+        two = Knobs(128, 128, 4, "finish", "registers", half_diagonal=causal)
+        first = [three, two, long] if short else [long, three, two]
         return [
             *first,
-            replace(three, rescale="under_scores"),
-            replace(three, ping_pong="scored"),
-            Knobs(128, 64, 2, "finish", output="stores"),
-            Knobs(64, 64, 2, "finish"),
+            replace(two, output="stores"),
+            replace(three, **kept),
+            replace(long, rescale_tau=0.0),
+            replace(long, ping_pong=False),
+            replace(two, ping_pong=True, **kept),
+            Knobs(64, 128, 2, "finish", output="stores"),
+            replace(three, boundary="overlap", output="stores"),
         ]
-    best = Knobs(128, 64, 2, "finish", ping_pong="issued", rescale_tau=8.0, output="stores")
+    if wide <= 320:
+        three = Knobs(192, 64, 3, "finish", **kept)
+        half = replace(three, queries="half")
+        late = replace(three, rescale="after_softmax")
+        two = Knobs(128, 128, 2, half_diagonal=causal)
+        held = Knobs(128, 128, 2, "finish", "registers", causal, ping_pong=True, **kept)
+        return [
+            three,
+            late,
+            *([replace(three, section_mb=128)] if causal else []),
+            half,
+            two,
+            held,
+            replace(two, ping_pong=True),
+            replace(three, boundary="overlap", output="stores"),
+            Knobs(128, 64, 4, "finish", "registers", rescale_tau=8.0),
+        ]
+    best = Knobs(128, 64, 2, "finish", "half", output="stores", **kept)
+    shared = replace(best, queries="shared")
     return [
         best,
-        replace(best, rescale="under_scores"),
-        replace(best, ping_pong="off"),
-        replace(best, rescale_tau=0.0, rescale="under_scores"),
-        *([replace(best, section_mb=8)] if causal else [replace(best, claim="early")]),
+        *([replace(best, section_mb=128)] if causal else [replace(best, claim="early")]),
+        shared,
+        replace(shared, rescale="after_softmax"),
+        replace(best, ping_pong=True),
+        replace(best, rescale_tau=0.0),
     ]
 
 
@@ -301,9 +319,12 @@ def context(problem: Problem, knobs: Knobs) -> dict[str, Any]:
         "registers": REGISTERS[groups][1],
         "gl_dtype": {"bf16": "gl.bfloat16", "fp16": "gl.float16"}[problem.shape.dtype],
         "ptx_dtype": {"bf16": "bf16", "fp16": "f16"}[problem.shape.dtype],
-        "shift": " + launch.seq_kv - launch.seq_q"
-        if problem.features.causal == "bottom_right"
-        else "",
+        # A row sees the keys up to its number plus this.
+        "shift": {
+            "none": " + launch.seq_kv",
+            "top_left": "",
+            "bottom_right": " + launch.seq_kv - launch.seq_q",
+        }[problem.features.causal],
     }
 
 
