@@ -254,28 +254,27 @@ def _seeds(problem: Problem) -> list[Knobs]:
     causal = problem.features.causal != "none"
     wide = _width(problem.shape.head_dim) + _width(problem.shape.head_dim_v)
     short = problem.shape.seq_kv <= SHORT_KEYS
-    kept = {"rescale_tau": 8.0, "rescale": "under_scores"}
     if wide <= 128:
-        long = Knobs(192, 128, 3, "finish", ping_pong=True, **kept)
+        long = _kept(Knobs(192, 128, 3, "finish", ping_pong=True))
         three = Knobs(192, 64, 6, "finish", "registers")
         two = Knobs(128, 128, 4, "finish", "registers", half_diagonal=causal)
         first = [three, two, long] if short else [long, three, two]
         return [
             *first,
             replace(two, output="stores"),
-            replace(three, **kept),
+            _kept(three),
             replace(long, rescale_tau=0.0),
             replace(long, ping_pong=False),
-            replace(two, ping_pong=True, **kept),
+            _kept(replace(two, ping_pong=True)),
             Knobs(64, 128, 2, "finish", output="stores"),
             replace(three, boundary="overlap", output="stores"),
         ]
     if wide <= 320:
-        three = Knobs(192, 64, 3, "finish", **kept)
+        three = _kept(Knobs(192, 64, 3, "finish"))
         half = replace(three, queries="half")
         late = replace(three, rescale="after_softmax")
         two = Knobs(128, 128, 2, half_diagonal=causal)
-        held = Knobs(128, 128, 2, "finish", "registers", causal, ping_pong=True, **kept)
+        held = _kept(replace(two, boundary="finish", queries="registers", ping_pong=True))
         return [
             three,
             late,
@@ -287,7 +286,7 @@ def _seeds(problem: Problem) -> list[Knobs]:
             replace(three, boundary="overlap", output="stores"),
             Knobs(128, 64, 4, "finish", "registers", rescale_tau=8.0),
         ]
-    best = Knobs(128, 64, 2, "finish", "half", output="stores", **kept)
+    best = _kept(Knobs(128, 64, 2, "finish", "half", output="stores"))
     shared = replace(best, queries="shared")
     return [
         best,
@@ -297,6 +296,11 @@ def _seeds(problem: Problem) -> list[Knobs]:
         replace(best, ping_pong=True),
         replace(best, rescale_tau=0.0),
     ]
+
+
+def _kept(knobs: Knobs) -> Knobs:
+    """With a threshold, and what makes it cheap."""
+    return replace(knobs, rescale_tau=8.0, rescale="under_scores")
 
 
 def context(problem: Problem, knobs: Knobs) -> dict[str, Any]:
