@@ -42,8 +42,7 @@ TOKENS, HIDDEN = 16384, 2048  # of a cell of G: batch * length and heads * head 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 MASKS = (False, True)
 PEERS = ("auto", "cudnn", "flash", "fa3")
-# Half the warm-up and batch of a tuning run: a cell of five contestants then takes 1 to 3 s.
-POLICY, ROUNDS = MeasurePolicy(warmup_ms=10.0, batch_ms=4.0, samples=11), 11
+POLICY, ROUNDS = MeasurePolicy(), 11  # a cell of five contestants takes 3 s
 
 Plain = dict[str, Any]
 

@@ -170,6 +170,7 @@ def policy(run: Run, finals: Iterable[Final], timed: Iterable[Record]) -> Plain:
         "warmup_ms": None if found is None else found.warmup_ms,
         "batch_ms": None if found is None else found.batch_ms,
         "samples": None if found is None else found.samples,
+        "pause_ms": None if found is None else found.pause_ms,
         "race_rounds": max((len(timing.samples_us) for timing in race), default=0),
         "exactness": run.plan.exactness,
     }
@@ -177,11 +178,11 @@ def policy(run: Run, finals: Iterable[Final], timed: Iterable[Record]) -> Plain:
 
 def policy_named(name: str) -> MeasurePolicy | None:
     """The inverse of `MeasurePolicy.name`; None for another kind of policy."""
-    found = re.fullmatch(r"graph-(rotate|flush)-w([\d.]+)-b([\d.]+)-n(\d+)", name)
+    found = re.fullmatch(r"graph-(rotate|flush)-w([\d.]+)-b([\d.]+)-n(\d+)-p([\d.]+)", name)
     if found is None:
         return None
     l2: Literal["rotate", "flush"] = "rotate" if found[1] == "rotate" else "flush"
-    return MeasurePolicy(l2, float(found[2]), float(found[3]), int(found[4]))
+    return MeasurePolicy(l2, float(found[2]), float(found[3]), int(found[4]), float(found[5]))
 
 
 def model(timed: Sequence[Record], winner: str | None) -> Plain:

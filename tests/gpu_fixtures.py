@@ -9,7 +9,7 @@ from fagen.judge.measure import MeasurePolicy
 from fagen.target import Target, detect
 from fagen.tune.pool import BuildPool, builder_count
 
-QUICK = MeasurePolicy(warmup_ms=0.5, batch_ms=0.5, samples=2)
+QUICK = MeasurePolicy(warmup_ms=0.5, batch_ms=0.5, samples=2, pause_ms=0.0)
 
 
 @lru_cache(maxsize=1)

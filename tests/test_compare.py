@@ -31,7 +31,7 @@ from fagen.serve.compare import KERNEL, Comparison, compare
 from fagen.target import preset
 from serve_fixtures import FakeMachine
 
-POLICY = MeasurePolicy(warmup_ms=0.0, batch_ms=0.001, samples=1)
+POLICY = MeasurePolicy(warmup_ms=0.0, batch_ms=0.001, samples=1, pause_ms=0.0)
 
 
 class StepClock:

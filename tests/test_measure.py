@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -13,7 +15,7 @@ from fagen.judge.measure import MeasurePolicy, WallClock, impossible, measure, r
 from fagen.problem import make_problem
 from fagen.target import PRESETS
 
-FAST = MeasurePolicy(warmup_ms=0.0, batch_ms=1.0, samples=5)
+FAST = MeasurePolicy(warmup_ms=0.0, batch_ms=1.0, samples=5, pause_ms=0.0)
 H200 = PRESETS["h200"]
 
 
@@ -102,6 +104,16 @@ def test_a_race_takes_turns_in_an_order_that_changes() -> None:
     }
 
 
+def test_the_card_rests_before_each_turn_of_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = FakeClock()
+    monkeypatch.setattr(time, "sleep", lambda s: clock.replays.append(f"{s * 1e3:g} ms"))
+    entries = {name: clock.launch(name, us) for name, us in (("a", 10), ("b", 20))}
+    race(entries, replace(FAST, pause_ms=25.0), 2, clock=clock)
+    assert clock.replays[-12:] == ["25 ms", "a", "a", "25 ms", "b", "b"] + ["25 ms", "b", "b"] + [
+        *("25 ms", "a", "a"),
+    ]
+
+
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 8, 13])
 def test_each_contestant_follows_every_other_alike(count: int) -> None:
     names = [str(i) for i in range(count)]
@@ -153,6 +165,7 @@ def test_the_policy_name_says_all_that_changes_a_time() -> None:
         MeasurePolicy(warmup_ms=1),
         MeasurePolicy(batch_ms=1),
         MeasurePolicy(samples=1),
+        MeasurePolicy(pause_ms=1),
     ]
     assert len({policy.name for policy in changed}) == len(changed)
 

@@ -25,7 +25,7 @@ from fagen.target import Toolchain, preset
 PROBLEM = make_problem(512, 64, layout="any")  # its default is one of `flash`
 TARGET = preset("h200")
 TOOLS = Toolchain("3.6.0", "12.8.93", "2.11.0")
-POLICY = "graph-rotate-w20-b8-n3"
+POLICY = "graph-rotate-w10-b4-n3-p25"
 DEFAULT = SearchSpace.of(PROBLEM, TARGET).seeds[0]
 # Name, predicted and measured microseconds of the timed configs.
 TIMED = [(64, 9.0, 7.0), (128, 8.0, 8.0), (32, 12.0, 11.0)]
@@ -249,7 +249,7 @@ def test_rows_timed_by_two_policies_are_not_published(
     publish: ModuleType, database: Path, tmp_path: Path
 ):
     with Records.open(str(database), "write", config_from_dict) as records:
-        records.save_finals(1, {}, peers={"other": samples(5.0, "graph-flush-w20-b8-n3")})
+        records.save_finals(1, {}, peers={"other": samples(5.0, "graph-flush-w10-b4-n3-p25")})
     with pytest.raises(ValueError, match="graph-flush"):
         published(publish, database, tmp_path / "mixed.json")
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PROBLEM = make_problem(40, 16, heads=2)
-POLICY = MeasurePolicy(warmup_ms=0.1, batch_ms=0.1, samples=3)
+POLICY = MeasurePolicy(warmup_ms=0.1, batch_ms=0.1, samples=3, pause_ms=0.0)
 CARD = replace(preset("h200"), l2_bytes=1 << 10)
 
 

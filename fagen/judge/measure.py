@@ -41,17 +41,24 @@ class MeasurePolicy:
     """How a time is taken. Its name stands beside every stored time; only equal ones compare.
 
     warmup_ms: untimed replays before the first sample, so that clocks are steady. batch_ms: about
-    how long one sample takes. samples: how many of them.
+    how long one sample takes. samples: how many of them. pause_ms: idle before each turn of a race.
+
+    The card is never busy for long. On an H200 (700 W) a kernel that fills the tensor cores runs
+    for 50 to 75 ms as after a rest, then the power cap slows it by 12 to 16 %, for as long as it
+    or another such kernel goes on (benchmarks/results/h200_power_cap.json): what a sample says
+    would hang on what ran before it.
     """
 
     l2: Literal["rotate", "flush"] = "rotate"
-    warmup_ms: float = 20.0
-    batch_ms: float = 8.0
+    warmup_ms: float = 10.0
+    batch_ms: float = 4.0
     samples: int = 9
+    pause_ms: float = 25.0
 
     @property
     def name(self) -> str:
-        return f"graph-{self.l2}-w{self.warmup_ms:g}-b{self.batch_ms:g}-n{self.samples}"
+        shape = f"w{self.warmup_ms:g}-b{self.batch_ms:g}-n{self.samples}-p{self.pause_ms:g}"
+        return f"graph-{self.l2}-{shape}"
 
     def input_sets(self, problem: Problem, l2_bytes: int) -> int:
         """How many input sets a launch must rotate over, outputs counted as part of a set."""
@@ -104,12 +111,13 @@ def race(
     clock: Clock | None = None,
     failed: dict[str, str] | None = None,
 ) -> dict[str, Timing]:
-    """Contestants measured in turns, one sample a turn, in an order that is balanced over rounds.
+    """Contestants measured in turns, one sample a turn after a pause, in a balanced order.
 
     Drift of the card then meets all of them alike, and so does what the one before left behind:
-    where the order was only rotated, whoever came after the slowest peer was faster every time
-    (384 us for a kernel that then took 438: benchmarks/results/h200_rotated_order_race.json). One
-    that raises is named in `failed` with its reason and left out; without `failed` it raises.
+    without pauses and with an order that was only rotated, whoever came after the slowest peer was
+    faster every time (384 us for a kernel that then took 438:
+    benchmarks/results/h200_rotated_order_race.json). One that raises is named in `failed` with its
+    reason and left out; without `failed` it raises.
     """
     clock = clock or clock_of(device, policy)
     ready: dict[str, Replay] = {}
@@ -125,6 +133,7 @@ def race(
     samples: dict[str, list[float]] = {name: [] for name in ready}
     clocks: dict[str, list[int | None]] = {name: [] for name in ready}
     for name in turns(ready, rounds):
+        time.sleep(policy.pause_ms / 1e3)
         ready[name]()  # untimed: the caches and clocks of the one before are not its own
         samples[name].append(checked(ready[name]()))
         clocks[name].append(clock.clock_mhz())

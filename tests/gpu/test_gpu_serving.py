@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -47,9 +48,10 @@ def assert_right(out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.T
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """(database, config of the winner) of a short run at N512 D64."""
     db = str(tmp_path_factory.mktemp("tuned") / "tuning.db")
+    gc.collect()  # what earlier tests left
     free = torch.cuda.memory_allocated()
     result = fagen.tune(seq=512, head_dim=64, heads=4, trials=16, timeout=90, db=db)
-    assert torch.cuda.memory_allocated() == free
+    assert torch.cuda.memory_allocated() <= free
     assert result.winner is not None
     assert result.counts[Status.OK] >= 12
     assert {o.timing is not None for o in [result.winner]} == {True}
