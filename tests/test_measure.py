@@ -109,9 +109,8 @@ def test_the_card_rests_before_each_turn_of_a_race(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(time, "sleep", lambda s: clock.replays.append(f"{s * 1e3:g} ms"))
     entries = {name: clock.launch(name, us) for name, us in (("a", 10), ("b", 20))}
     race(entries, replace(FAST, pause_ms=25.0), 2, clock=clock)
-    assert clock.replays[-12:] == ["25 ms", "a", "a", "25 ms", "b", "b"] + ["25 ms", "b", "b"] + [
-        *("25 ms", "a", "a"),
-    ]
+    first, second = ["25 ms", "a", "a"], ["25 ms", "b", "b"]
+    assert clock.replays[-12:] == [*first, *second, *second, *first]
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 8, 13])

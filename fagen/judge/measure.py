@@ -41,7 +41,8 @@ class MeasurePolicy:
     """How a time is taken. Its name stands beside every stored time; only equal ones compare.
 
     warmup_ms: untimed replays before the first sample, so that clocks are steady. batch_ms: about
-    how long one sample takes. samples: how many of them. pause_ms: idle before each turn of a race.
+    how long one sample takes. samples: how many of them. pause_ms: rest before each turn of a
+    race.
 
     The card is never busy for long. On an H200 (700 W) a kernel that fills the tensor cores runs
     for 50 to 75 ms as after a rest, then the power cap slows it by 12 to 16 %, for as long as it
