@@ -89,6 +89,8 @@ WS_PACKED = _flash_ws(
     make_problem(37, 24, heads=8, kv_heads=2, seq_kv=300, dtype="fp16", causal=True),
     pack_heads=True,
 )
+# Two tall tiles and two short ones a head, on few multiprocessors as on many.
+WS_SHORT = _flash_ws(make_problem(600, 64, heads=5, dtype="fp16"), block_m=192)
 WS_SPLIT = _flash_ws(make_problem(500, 64, dtype="fp16"), queries="half")
 WS_PARTS = _flash_ws(make_problem(500, 96, dtype="fp16"))
 
@@ -153,7 +155,18 @@ _WARP_SPECIALISED = [
     ),
     Mutation("wrong corner", WS_CORNER, r"rows \+ launch.seq_kv - launch.seq_q", "rows"),
     Mutation("pad key counted", WS, r", launch.seq_kv - 1\)", ", launch.seq_kv)"),
-    Mutation("a group's rows left out", WS, r"ROWS < launch.seq_q", "ROWS < launch.seq_q - 64"),
+    Mutation(
+        "a group's rows left out",
+        WS,
+        r"GROUP \* ROWS < launch.seq_q\)",
+        "GROUP * ROWS < launch.seq_q - 64)",
+    ),
+    Mutation(
+        "short tiles as tall",
+        WS_SHORT,
+        r"BLOCK_M \+ m \* \(BLOCK_M - ROWS\)",
+        "BLOCK_M + m * BLOCK_M",
+    ),
     Mutation("half of Q twice", WS_SPLIT, r"a = a.slice\(32, 32, 1\)", "a = a.slice(0, 32, 1)"),
     Mutation("LSE in log2", WS, r" \* 0.6931471805599453", ""),
     Mutation("LSE past its end", WS, r" & \(lse_rows < launch.seq_q\)", ""),

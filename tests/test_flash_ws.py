@@ -141,6 +141,38 @@ def test_the_grid_has_a_block_for_each_place_or_tile(
     assert causal == "none" or numbers["end_row"] >= seq_q
 
 
+@given(
+    seq=st.integers(1, 40_000),
+    heads=st.sampled_from([1, 4, 16, 100, 1024]),
+    block_m=st.sampled_from([64, 128, 192]),
+    sm_count=st.sampled_from([1, 66, 132]),
+)
+def test_short_tiles_end_a_launch_sooner(seq: int, heads: int, block_m: int, sm_count: int):
+    problem = make_problem(seq, 64, heads=heads)
+    numbers = flash_ws.scalars(problem, flash_ws.Knobs(block_m, 64), Sizes.of(problem), sm_count)
+    tall, short = numbers["tall"], numbers["short"]
+    assert (numbers["talls"], numbers["tiles"]) == (tall * heads, (tall + short) * heads)
+    rows = tall * block_m + short * (block_m - ROWS)
+    assert seq <= rows < seq + block_m
+    whole = -(-seq // block_m)
+    if short:
+        groups = block_m // ROWS
+        ends = flash_ws._ends(tall * heads, short * heads, groups, sm_count)
+        assert ends < flash_ws._ends(whole * heads, 0, groups, sm_count)
+    else:
+        assert tall == whole
+
+
+def test_what_a_launch_ends_with():
+    """16384 rows of 16 heads on 132 multiprocessors: 10.34 tiles of 192 rows each."""
+    assert flash_ws._ends(86 * 16, 0, 3, 132) == 11
+    assert flash_ws._ends(132, 132, 3, 132) == 1 + flash_ws.SHORT_TILE[3]
+    assert flash_ws._ends(131, 1, 3, 132) == 1
+    problem = make_problem(16384, 128)
+    numbers = flash_ws.scalars(problem, flash_ws.Knobs(192, 64, 3), Sizes.of(problem), 132)
+    assert 10.34 < flash_ws._ends(numbers["talls"], numbers["short"] * 16, 3, 132) < 10.75
+
+
 # Which keys a row meets, by the functions of the generated module itself
 
 
@@ -160,9 +192,10 @@ def functions(problem: Problem, knobs: flash_ws.Knobs) -> tuple[Callable[..., An
     causal=CAUSAL,
     tiles=st.sampled_from([(64, 64), (64, 128), (128, 64), (128, 128), (192, 64), (192, 128)]),
     half=st.booleans(),
+    sm_count=st.sampled_from([1, 2, 5, 132]),
 )
 def test_every_visible_pair_is_computed_once(
-    seq_q: int, seq_kv: int, causal: str, tiles: tuple[int, int], half: bool
+    seq_q: int, seq_kv: int, causal: str, tiles: tuple[int, int], half: bool, sm_count: int
 ):
     block_m, block_n = tiles
     slots = next(
@@ -175,14 +208,15 @@ def test_every_visible_pair_is_computed_once(
     problem = problem_of(seq_q, seq_kv, causal, batch=2, heads=2, kv_heads=2)
     knobs = flash_ws.Knobs(block_m, block_n, slots, half_diagonal=half)
     locate, key_blocks = functions(problem, knobs)
-    numbers = flash_ws.scalars(problem, knobs, Sizes.of(problem), 1)
+    numbers = flash_ws.scalars(problem, knobs, Sizes.of(problem), sm_count)
     launch = SimpleNamespace(**{"seq_q": seq_q, "seq_kv": seq_kv, **numbers})
     shift = seq_kv - seq_q if causal == "bottom_right" else 0
     met: Counter[tuple[int, int, int]] = Counter()
     for i in range(numbers["tiles"]):
         row, batch, head = (int(x) for x in locate(i, launch))
         whole = key_blocks(row + block_m, launch) if causal != "none" else None
-        for group in range(block_m // ROWS):
+        short = "tall" in numbers and row >= numbers["tall"] * block_m
+        for group in range(block_m // ROWS - short):
             end = row + (group + 1) * ROWS
             blocks = int(key_blocks(end, launch))
             if whole is not None:  # what the group skips is in the ring, all of it

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
 from fagen.generate.families.base import Constraint, knob
@@ -21,6 +23,9 @@ SHORT_KEYS = 2048  # up to here, blocks of 64 keys or two groups win at D64
 # Tiles of the last section, for each multiprocessor, so that all end together: one head's longest
 # tile begins too late. Reasoned, not measured.
 LAST_WAVES = 4
+# Time of a tile with a group less, of one with all of 2 or 3: it has less to overlap. Reasoned.
+SHORT_TILE = {2: 0.75, 3: 0.7}
+SHORT_WAVES = 8  # short tiles for each multiprocessor, at most: more have nothing left to even out
 TILE_SLOTS = 4  # claimed tiles that the producer may be ahead
 # Registers at launch and of a consumer, by groups. A producer keeps 24; together they fill the
 # 65536 of a multiprocessor (12 warps of 168 and 16 of 128; with one group two blocks share it).
@@ -319,7 +324,7 @@ def context(problem: Problem, knobs: Knobs) -> dict[str, Any]:
             ("k", "SLOTS", "GROUPS"),
             ("v", "SLOTS", "GROUPS"),
         ],
-        "launch_fields": ["heads_q", "group", "seq_q", "seq_kv", *_launch_sizes(problem)],
+        "launch_fields": ["heads_q", "group", "seq_q", "seq_kv", *_launch_sizes(problem, knobs)],
         "registers": REGISTERS[groups][1],
         "gl_dtype": {"bf16": "gl.bfloat16", "fp16": "gl.float16"}[problem.shape.dtype],
         "ptx_dtype": {"bf16": "bf16", "fp16": "f16"}[problem.shape.dtype],
@@ -332,10 +337,11 @@ def context(problem: Problem, knobs: Knobs) -> dict[str, Any]:
     }
 
 
-def _launch_sizes(problem: Problem) -> tuple[str, ...]:
-    """Names of what `scalars` gives."""
-    causal = ("end_row", "section", "sections") if problem.features.causal != "none" else ()
-    return ("tiles_m", "tiles", *causal)
+def _launch_sizes(problem: Problem, knobs: Knobs) -> tuple[str, ...]:
+    """Names of what `scalars` gives, those that the kernel takes."""
+    if problem.features.causal != "none":
+        return ("tiles_m", "tiles", "end_row", "section", "sections")
+    return ("tiles_m", "tiles") if _groups(knobs) == 1 else ("tall", "short", "talls", "tiles")
 
 
 def entries(problem: Problem, knobs: Knobs, name: str) -> tuple[Entry, ...]:
@@ -363,7 +369,7 @@ def entries(problem: Problem, knobs: Knobs, name: str) -> tuple[Entry, ...]:
         Arg("LSE", "*fp32", 16),
         Arg("scale_log2", "fp32"),
         *(Arg(size, "i32") for size in ("heads_q", "group", "seq_q", "seq_kv")),
-        *(Arg(size, "i32") for size in _launch_sizes(problem)),
+        *(Arg(size, "i32") for size in _launch_sizes(problem, knobs)),
     )
     return (Entry(name, args, 4, 1, REGISTERS[_groups(knobs)][0], "gluon"),)
 
@@ -382,8 +388,16 @@ def scalars(problem: Problem, knobs: Knobs, sizes: Sizes, sm_count: int) -> dict
     packed = {"heads_q": sizes.heads_q, "group": sizes.heads_q // max(1, sizes.heads_kv)}
     causal = problem.features.causal
     if causal == "none":
-        tiles_m = cdiv(sizes.seq_q * pack, knobs.block_m)
-        return {**packed, "tiles_m": tiles_m, "tiles": tiles_m * heads}
+        units = cdiv(sizes.seq_q * pack, ROWS)
+        tall, short = _cut(units, _groups(knobs), heads, sm_count)
+        return {
+            **packed,
+            "tiles_m": tall + short,
+            "tiles": (tall + short) * heads,
+            "tall": tall,
+            "short": short,
+            "talls": tall * heads,
+        }
     # A tile ends where its diagonal meets the end of a block.
     shift = sizes.seq_kv - sizes.seq_q if causal == "bottom_right" else 0
     align = _align(knobs, pack)
@@ -398,6 +412,41 @@ def scalars(problem: Problem, knobs: Knobs, sizes: Sizes, sm_count: int) -> dict
         "section": section,
         "sections": sections,
     }
+
+
+@lru_cache(maxsize=1024)
+def _cut(units: int, groups: int, heads: int, sm_count: int) -> tuple[int, int]:
+    """(tall, short) tiles of a head's `units` of 64 rows: `groups` of them each, or one less.
+
+    All tiles of a launch alike leave multiprocessors idle at its end: 16384 rows of 16 heads in
+    tiles of 192 are 10.4 for each of 132, and take the time of 11.
+    """
+    whole = cdiv(units, groups)
+    if groups == 1:
+        return whole, 0
+    choices = [(whole, 0)]
+    for tall in range(units // groups, -1, -1):
+        short = cdiv(units - tall * groups, groups - 1)
+        if short * heads > SHORT_WAVES * sm_count and len(choices) > groups:
+            break
+        choices.append((tall, short))
+    return min(choices, key=lambda cut: _ends(cut[0] * heads, cut[1] * heads, groups, sm_count))
+
+
+def _ends(talls: int, shorts: int, groups: int, places: int) -> float:
+    """When the last tile ends, in tall tiles' time: each goes to the place that is free first."""
+    rounds, more = divmod(talls, places)
+    free = [(float(rounds), places - more)] + ([(rounds + 1.0, more)] if more else [])
+    end = free[-1][0]
+    while shorts:
+        time, count = heappop(free)
+        taken = min(count, shorts)
+        heappush(free, (time + SHORT_TILE[groups], taken))
+        if taken < count:
+            heappush(free, (time, count - taken))
+        shorts -= taken
+        end = max(end, time + SHORT_TILE[groups])
+    return end
 
 
 def _sections(problem: Problem, knobs: Knobs, sizes: Sizes, last: int) -> tuple[int, int]:
