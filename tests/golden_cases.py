@@ -81,6 +81,11 @@ CASES: list[tuple[Problem, Config]] = [
     ),
     (make_problem(256, 64), _flash_ws(block_n=64, rescale="under_scores", ping_pong=True)),
     (
+        make_problem(4096, 128, causal=True),
+        _flash_ws(block_m=192, block_n=64, slots=3, output="queries", rescale_tau=8.0),
+    ),
+    (_CORNER_96, _flash_ws(output="queries", claim="early")),
+    (
         make_problem(4096, 256),
         _flash_ws(block_n=64, boundary="finish", rescale_tau=8.0, output="stores", queries="half"),
     ),

@@ -91,6 +91,7 @@ WS_PACKED = _flash_ws(
 )
 # Two tall tiles and two short ones a head, on few multiprocessors as on many.
 WS_SHORT = _flash_ws(make_problem(600, 64, heads=5, dtype="fp16"), block_m=192)
+WS_QUERIES = _flash_ws(_FULL, output="queries")
 WS_SPLIT = _flash_ws(make_problem(500, 64, dtype="fp16"), queries="half")
 WS_PARTS = _flash_ws(make_problem(500, 96, dtype="fp16"))
 
@@ -167,6 +168,7 @@ _WARP_SPECIALISED = [
         r"BLOCK_M \+ m \* \(BLOCK_M - ROWS\)",
         "BLOCK_M + m * BLOCK_M",
     ),
+    Mutation("output of another tile", WS_QUERIES, r"tile_no - 2, o_row", "tile_no - 2, row"),
     Mutation("half of Q twice", WS_SPLIT, r"a = a.slice\(32, 32, 1\)", "a = a.slice(0, 32, 1)"),
     Mutation("LSE in log2", WS, r" \* 0.6931471805599453", ""),
     Mutation("LSE past its end", WS, r" & \(lse_rows < launch.seq_q\)", ""),

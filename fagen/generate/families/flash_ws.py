@@ -67,7 +67,11 @@ class Knobs:
         ("after_softmax", "under_scores"),
         "multiply O by its factor at the end of a step, or under QK^T of the next",
     )
-    output: str = knob("tma", ("tma", "stores"), "O through shared memory, or in 16-byte stores")
+    output: str = knob(
+        "tma",
+        ("tma", "queries", "stores"),
+        "O through shared memory of its own, through that of its Q, or in 16-byte stores",
+    )
     section_mb: int = knob(
         64, (16, 32, 64, 128), "keys and values that a launch works on at a time, in L2"
     )
@@ -216,7 +220,19 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         "tma_output_needs_alignment",
         "Rows of O are no multiple of 16 bytes, so TMA can't store them.",
         lambda p, t, k: (
-            k.output != "tma" or p.shape.head_dim_v * ITEM_BYTES[p.shape.dtype] % 16 == 0
+            k.output == "stores" or p.shape.head_dim_v * ITEM_BYTES[p.shape.dtype] % 16 == 0
+        ),
+    ),
+    Constraint(
+        "output_fits_queries",
+        "O goes where Q lay only where it has Q's shape and the next Q lies elsewhere.",
+        lambda p, t, k: (
+            k.output != "queries"
+            or (
+                k.boundary == "overlap"
+                and k.queries != "registers"
+                and parts(p.shape.head_dim) == parts(p.shape.head_dim_v)
+            )
         ),
     ),
     Constraint(
@@ -282,13 +298,14 @@ def _seeds(problem: Problem) -> list[Knobs]:
         held = _kept(replace(two, boundary="finish", queries="registers", ping_pong=True))
         return [
             three,
+            replace(three, boundary="overlap", output="queries"),
             late,
             *([replace(three, section_mb=128)] if causal else []),
             half,
             two,
             held,
             replace(two, ping_pong=True),
-            replace(three, boundary="overlap", output="stores"),
+            replace(two, output="queries"),
             Knobs(128, 64, 4, "finish", "registers", rescale_tau=8.0),
         ]
     best = _kept(Knobs(128, 64, 2, "finish", "half", output="stores"))
@@ -356,7 +373,7 @@ def entries(problem: Problem, knobs: Knobs, name: str) -> tuple[Entry, ...]:
     pack = _pack(problem, knobs)
     queries = f"{ROWS}" if pack == 1 else f"{ROWS // pack},{pack}"
     dim, dim_v = problem.shape.head_dim, problem.shape.head_dim_v
-    tma_out = knobs.output == "tma"
+    tma_out = knobs.output != "stores"
     # Under a bottom-right mask a tile may begin before row 0, and is then stored row by row.
     pointer = not tma_out or problem.features.causal == "bottom_right"
     args = (
@@ -485,5 +502,5 @@ def shared_bytes(problem: Problem, knobs: Knobs) -> int:
     rows = _q_slots(knobs) * ROWS * dim
     out = _groups(knobs) * ROWS * dim_v if knobs.output == "tma" else 0
     # Compiled: up to 3.3 KB above the tiles with one and two groups, 5.5 KB with three.
-    exchange = 0 if knobs.output == "tma" else 6144
+    exchange = 6144 if knobs.output == "stores" else 0
     return item * (keys + rows + out) + exchange + 1024
