@@ -61,7 +61,7 @@ HOPPER_PROBLEMS: tuple[Problem, ...] = tuple(
 # The most bytes that they may spill, by head dim. Measured over those seeds: 0, 32, 0 and
 # 0 with Triton 3.6.0; 660, 176, 288 and 132 with 3.9.0.
 HOPPER_SPILLS = {64: 0, 96: 32, 128: 0, 256: 32}
-HOPPER_SPILLS_NEWEST = {64: 700, 96: 160, 128: 160, 256: 450}
+HOPPER_SPILLS_NEWEST = {64: 700, 96: 280, 128: 180, 256: 450}
 NEWEST_SINCE = (3, 8)
 
 
