@@ -31,7 +31,8 @@ DTYPES: dict[str, Dtype] = {
 }
 ITEM_BYTES: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 MAX_HEAD_DIM = 256
-MAX_SIZE = 2**31 - 1  # kernels take sizes as 32-bit integers; offsets have 64 bits
+# Kernels take sizes as 32-bit integers, and round them up to tiles; offsets have 64 bits.
+MAX_SIZE = 2**31 - 2**12
 
 
 @dataclass(frozen=True)

@@ -155,7 +155,7 @@ _WARP_SPECIALISED = [
         "one key too many", WS_CAUSAL, r"<= last_seen\[:, None\]", "<= last_seen[:, None] + 1"
     ),
     Mutation("wrong corner", WS_CORNER, r"rows \+ launch.seq_kv - launch.seq_q", "rows"),
-    Mutation("pad key counted", WS, r", launch.seq_kv - 1\)", ", launch.seq_kv)"),
+    Mutation("pad key counted", WS, r"\+ launch.seq_kv - 1\n", "+ launch.seq_kv\n"),
     Mutation(
         "a group's rows left out",
         WS,
@@ -193,7 +193,7 @@ _WARP_SPECIALISED = [
     Mutation(
         "last block skipped",
         WS,
-        r"\(launch.seq_kv \+ BLOCK_N - 1\) // BLOCK_N",
+        r"\(launch.seq_kv - 1\) // BLOCK_N \+ 1",
         "gl.maximum(launch.seq_kv // BLOCK_N, 1)",
     ),
     Mutation("keys of the block before", WS_EARLY, r"n - j \* BLOCK_N", "n - (j - 1) * BLOCK_N"),

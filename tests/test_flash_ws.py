@@ -182,7 +182,7 @@ def module_of(problem: Problem, knobs: flash_ws.Knobs) -> Stepper:
 
 def functions(problem: Problem, knobs: flash_ws.Knobs) -> tuple[Callable[..., Any], ...]:
     stepper = module_of(problem, knobs)
-    return stepper.function("locate"), stepper.function("key_blocks")
+    return tuple(stepper.function(name) for name in ("locate", "key_blocks", "group_row"))
 
 
 @settings(deadline=None, max_examples=200)
@@ -207,7 +207,7 @@ def test_every_visible_pair_is_computed_once(
         assume(causal != "none" and tiles == (128, 128) and seq_q <= seq_kv)
     problem = problem_of(seq_q, seq_kv, causal, batch=2, heads=2, kv_heads=2)
     knobs = flash_ws.Knobs(block_m, block_n, slots, half_diagonal=half)
-    locate, key_blocks = functions(problem, knobs)
+    locate, key_blocks, group_row = functions(problem, knobs)
     numbers = flash_ws.scalars(problem, knobs, Sizes.of(problem), sm_count)
     launch = SimpleNamespace(**{"seq_q": seq_q, "seq_kv": seq_kv, **numbers})
     shift = seq_kv - seq_q if causal == "bottom_right" else 0
@@ -215,9 +215,8 @@ def test_every_visible_pair_is_computed_once(
     for i in range(numbers["tiles"]):
         row, batch, head = (int(x) for x in locate(i, launch))
         whole = key_blocks(row + block_m, launch) if causal != "none" else None
-        short = "tall" in numbers and row >= numbers["tall"] * block_m
-        for group in range(block_m // ROWS - short):
-            end = row + (group + 1) * ROWS
+        for group in range(block_m // ROWS):
+            end = int(group_row(row, launch, group)) + ROWS
             blocks = int(key_blocks(end, launch))
             if whole is not None:  # what the group skips is in the ring, all of it
                 assert 0 <= whole - blocks < slots

@@ -92,7 +92,7 @@ def _blocks(problem: Problem, knobs: Knobs, end_row: int, tiles_m: int) -> float
     shape, causal = problem.shape, problem.features.causal
     pack = shape.heads_q // shape.heads_kv if knobs.pack_heads else 1
     if causal == "none":
-        # Groups without rows compute nothing.
+        # Groups without rows compute one block.
         busy = min(tiles_m, cdiv(shape.seq_q * pack, ROWS) * ROWS / knobs.block_m)
         return float(busy * cdiv(shape.seq_kv, knobs.block_n))
     shift = shape.seq_kv - shape.seq_q if causal == "bottom_right" else 0
