@@ -132,7 +132,7 @@ def test_version_is_one_line(capsys: pytest.CaptureFixture[str]):
         (["db", "trials", "--run", str(2**63)], "is not in the range"),
         (["db", "show", str(2**63)], "is not in the range"),
         (["show", str(2**63)], "is not in the range"),
-        (["why", "--head-dim", "64", "--seq", str(2**31)], "seq must be 0 to 2147483647"),
+        (["why", "--head-dim", "64", "--seq", str(2**31)], "seq must be 0 to 2147479552"),
         (["why", *SHAPE, "--causal-align", "bottom_right"], "says nothing without --causal"),
         (["why", *SHAPE, "--device", "0", "--target", "h200"], "Name one of them"),
         (["tune", *SHAPE, "-q", "--timeout", "nan"], "timeout must be 0 to"),
