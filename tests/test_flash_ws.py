@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from attention import assert_exact, make_inputs, make_outputs, plain_attention
 from fagen.config import Config
-from fagen.generate.families import flash_ws
+from fagen.generate.families import flash_ws, order
 from fagen.generate.families.base import every_choice
 from fagen.generate.program import Program, Sizes
 from fagen.generate.render import render
@@ -117,10 +117,10 @@ def test_a_section_fits_what_it_may_hold_and_the_last_ends_together(
     last = heads - section * sections
     assert last > 0
     waves = last * numbers["tiles_m"] / SM_COUNT
-    assert waves >= flash_ws.LAST_WAVES or sections == 0
+    assert waves >= order.LAST_WAVES or sections == 0
     # Not a section more than it takes.
     assert sections == 0 or (last - sections + 1) * numbers["tiles_m"] <= (
-        flash_ws.LAST_WAVES * SM_COUNT + numbers["tiles_m"]
+        order.LAST_WAVES * SM_COUNT + numbers["tiles_m"]
     )
 
 
@@ -157,20 +157,20 @@ def test_short_tiles_end_a_launch_sooner(seq: int, heads: int, block_m: int, sm_
     whole = -(-seq // block_m)
     if short:
         groups = block_m // ROWS
-        ends = flash_ws._ends(tall * heads, short * heads, groups, sm_count)
-        assert ends < flash_ws._ends(whole * heads, 0, groups, sm_count)
+        ends = order.ends(tall * heads, short * heads, groups, sm_count)
+        assert ends < order.ends(whole * heads, 0, groups, sm_count)
     else:
         assert tall == whole
 
 
 def test_what_a_launch_ends_with():
     """16384 rows of 16 heads on 132 multiprocessors: 10.34 tiles of 192 rows each."""
-    assert flash_ws._ends(86 * 16, 0, 3, 132) == 11
-    assert flash_ws._ends(132, 132, 3, 132) == 1 + flash_ws.SHORT_TILE[3]
-    assert flash_ws._ends(131, 1, 3, 132) == 1
+    assert order.ends(86 * 16, 0, 3, 132) == 11
+    assert order.ends(132, 132, 3, 132) == 1 + order.SHORT_TILE[3]
+    assert order.ends(131, 1, 3, 132) == 1
     problem = make_problem(16384, 128)
     numbers = flash_ws.scalars(problem, flash_ws.Knobs(192, 64, 3), Sizes.of(problem), 132)
-    assert 10.34 < flash_ws._ends(numbers["talls"], numbers["short"] * 16, 3, 132) < 10.75
+    assert 10.34 < order.ends(numbers["talls"], numbers["short"] * 16, 3, 132) < 10.75
 
 
 # Which keys a row meets, by the functions of the generated module itself

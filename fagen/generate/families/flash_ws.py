@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
+from fagen.generate.families import order
 from fagen.generate.families.base import Constraint, knob
 from fagen.generate.families.tiling import cdiv
 from fagen.generate.program import Arg, Entry, Sizes, Workspace
@@ -20,13 +19,6 @@ ROWS = 64  # of a consumer group: the rows of one wgmma
 PACKED_ROWS = 1024  # queries; above, tiles of one head are at least 0.94 full
 OTHER_REGISTERS = 32  # three groups with 24 left, D80 and 128 keys: every wgmma waits (Triton 3.6)
 SHORT_KEYS = 2048  # up to here, blocks of 64 keys or two groups win at D64
-# Tiles of the last section, for each multiprocessor, so that all end together: one head's longest
-# tile begins too late. Reasoned, not measured.
-LAST_WAVES = 4
-# Time of a tile with a group less, of one with all of 2 or 3: it has less to overlap. Reasoned.
-SHORT_TILE = {2: 0.75, 3: 0.7}
-# Short tiles for each multiprocessor, about the most: more have nothing left to even out.
-SHORT_WAVES = 8
 TILE_SLOTS = 4  # claimed tiles that the producer may be ahead
 # Registers at launch and of a consumer, by groups. A producer keeps 24; together they fill the
 # 65536 of a multiprocessor (12 warps of 168 and 16 of 128; with one group two blocks share it).
@@ -404,7 +396,7 @@ def scalars(problem: Problem, knobs: Knobs, sizes: Sizes, sm_count: int) -> dict
     causal = problem.features.causal
     if causal == "none":
         units = cdiv(sizes.seq_q * pack, ROWS)
-        tall, short = _cut(units, _groups(knobs), heads, sm_count)
+        tall, short = order.cut(units, _groups(knobs), heads, sm_count)
         return {
             **packed,
             "tiles_m": tall + short,
@@ -418,7 +410,14 @@ def scalars(problem: Problem, knobs: Knobs, sizes: Sizes, sm_count: int) -> dict
     align = _align(knobs, pack)
     end = (cdiv(sizes.seq_q + shift, align) * align - shift) * pack
     tiles_m = cdiv(end, knobs.block_m)
-    section, sections = _sections(problem, knobs, sizes, cdiv(LAST_WAVES * sm_count, tiles_m))
+    row_bytes = (sizes.head_dim + sizes.head_dim_v) * ITEM_BYTES[problem.shape.dtype]
+    section, sections = order.sections(
+        heads,
+        packed["group"],
+        sizes.seq_kv * row_bytes,
+        knobs.section_mb * 10**6,
+        last=cdiv(order.LAST_WAVES * sm_count, tiles_m),
+    )
     return {
         **packed,
         "tiles_m": tiles_m,
@@ -427,55 +426,6 @@ def scalars(problem: Problem, knobs: Knobs, sizes: Sizes, sm_count: int) -> dict
         "section": section,
         "sections": sections,
     }
-
-
-@lru_cache(maxsize=1024)
-def _cut(units: int, groups: int, heads: int, sm_count: int) -> tuple[int, int]:
-    """(tall, short) tiles of a head's `units` of 64 rows: `groups` of them each, or one less.
-
-    All tiles of a launch alike leave multiprocessors idle at its end: 16384 rows of 16 heads in
-    tiles of 192 are 10.4 for each of 132, and take the time of 11.
-    """
-    whole = cdiv(units, groups)
-    if groups == 1:
-        return whole, 0
-    choices = [(whole, 0)]
-    for tall in range(units // groups, -1, -1):
-        short = cdiv(units - tall * groups, groups - 1)
-        if short * heads > SHORT_WAVES * sm_count and len(choices) > groups:
-            break
-        choices.append((tall, short))
-    return min(choices, key=lambda cut: _ends(cut[0] * heads, cut[1] * heads, groups, sm_count))
-
-
-def _ends(talls: int, shorts: int, groups: int, places: int) -> float:
-    """When the last tile ends, in tall tiles' time: each goes to the place that is free first."""
-    waves = max(0, shorts // places - 4)  # whole ones, which only shift the end
-    shorts -= waves * places
-    rounds, more = divmod(talls, places)
-    free = [(float(rounds), places - more)] + ([(rounds + 1.0, more)] if more else [])
-    end = free[-1][0]
-    while shorts:
-        time, count = heappop(free)
-        taken = min(count, shorts)
-        heappush(free, (time + SHORT_TILE[groups], taken))
-        if taken < count:
-            heappush(free, (time, count - taken))
-        shorts -= taken
-        end = max(end, time + SHORT_TILE[groups])
-    return end + waves * SHORT_TILE[groups]
-
-
-def _sections(problem: Problem, knobs: Knobs, sizes: Sizes, last: int) -> tuple[int, int]:
-    """(heads of a section, such sections before the last one, which has `last` heads or more)."""
-    heads = sizes.batch * sizes.heads_q - last
-    row = (sizes.head_dim + sizes.head_dim_v) * ITEM_BYTES[problem.shape.dtype]
-    group = sizes.heads_q // max(1, sizes.heads_kv)
-    most = max(1, knobs.section_mb * 10**6 * group // max(1, sizes.seq_kv * row))
-    if heads <= 0:
-        return 1, 0
-    sections = cdiv(heads, most)
-    return heads // sections, sections
 
 
 def workspaces(knobs: Knobs, sizes: Sizes) -> tuple[Workspace, ...]:

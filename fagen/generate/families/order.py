@@ -1,0 +1,67 @@
+"""Which tiles a persistent launch has, so that its multiprocessors end together."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from heapq import heappop, heappush
+
+from fagen.generate.families.tiling import cdiv
+
+# Time of a tile with a group less, of one with all of 2 or 3: it has less to overlap. Reasoned.
+SHORT_TILE = {2: 0.75, 3: 0.7}
+# Short tiles for each multiprocessor, about the most: more have nothing left to even out.
+SHORT_WAVES = 8
+# Tiles of the last section, for each multiprocessor: one head's longest tile begins too late.
+# Reasoned, not measured.
+LAST_WAVES = 4
+
+
+@lru_cache(maxsize=1024)
+def cut(units: int, groups: int, heads: int, places: int) -> tuple[int, int]:
+    """(tall, short) tiles of a head: `groups` of its `units` of rows each, or one less.
+
+    All tiles of a launch alike leave places idle at its end: 16384 rows of 16 heads in tiles of
+    192 are 10.4 for each of 132 multiprocessors, and take the time of 11.
+    """
+    whole = cdiv(units, groups)
+    if groups == 1:
+        return whole, 0
+    choices = [(whole, 0)]
+    for tall in range(units // groups, -1, -1):
+        short = cdiv(units - tall * groups, groups - 1)
+        if short * heads > SHORT_WAVES * places and len(choices) > groups:
+            break
+        choices.append((tall, short))
+    return min(choices, key=lambda cut: ends(cut[0] * heads, cut[1] * heads, groups, places))
+
+
+def ends(talls: int, shorts: int, groups: int, places: int) -> float:
+    """When the last tile ends, in tall tiles' time: each goes to the place that is free first."""
+    waves = max(0, shorts // places - 4)  # whole ones, which only shift the end
+    shorts -= waves * places
+    rounds, more = divmod(talls, places)
+    free = [(float(rounds), places - more)] + ([(rounds + 1.0, more)] if more else [])
+    end = free[-1][0]
+    while shorts:
+        time, count = heappop(free)
+        taken = min(count, shorts)
+        heappush(free, (time + SHORT_TILE[groups], taken))
+        if taken < count:
+            heappush(free, (time, count - taken))
+        shorts -= taken
+        end = max(end, time + SHORT_TILE[groups])
+    return end + waves * SHORT_TILE[groups]
+
+
+def sections(
+    heads: int, group: int, head_bytes: int, most_bytes: int, *, last: int
+) -> tuple[int, int]:
+    """(heads of a section, such sections before the last one, which has `last` heads or more).
+
+    head_bytes: keys and values that `group` heads share; a section has most_bytes of them.
+    """
+    left = heads - last
+    if left <= 0:
+        return 1, 0
+    number = cdiv(left, max(1, most_bytes * group // max(1, head_bytes)))
+    return left // number, number
