@@ -45,9 +45,9 @@ class MeasurePolicy:
     race.
 
     The card is never busy for long. On an H200 (700 W) a kernel that fills the tensor cores runs
-    for 50 to 75 ms as after a rest, then the power cap slows it by 12 to 16 %, for as long as it
+    for 30 to 75 ms as after a rest, then the power cap slows it by 9 to 17 %, for as long as it
     or another such kernel goes on (benchmarks/results/h200_power_cap.json): what a sample says
-    would hang on what ran before it.
+    would hang on what ran before it. The pause is reasoned: two batches of 4 ms a turn.
     """
 
     l2: Literal["rotate", "flush"] = "rotate"

@@ -58,10 +58,11 @@ HOPPER_PROBLEMS: tuple[Problem, ...] = tuple(
     for dim in (64, 96, 128, 256)
     for causal in (False, True)
 )
-# The most bytes that they may spill, by head dim. Measured over those seeds: 0, 32, 0 and
-# 0 with Triton 3.6.0; 660, 176, 288 and 132 with 3.9.0.
+# The most bytes that they may spill, by head dim, and none of them in a loop. Measured over those
+# seeds: 0, 32, 0 and 0 with Triton 3.6.0; 632, 144, 152 and 408 with 3.9.0 (D256 without a causal
+# mask; it was 132 before half of Q stayed in registers, which is faster where it was timed, 3.6).
 HOPPER_SPILLS = {64: 0, 96: 32, 128: 0, 256: 32}
-HOPPER_SPILLS_NEWEST = {64: 700, 96: 280, 128: 180, 256: 450}
+HOPPER_SPILLS_NEWEST = {64: 700, 96: 160, 128: 160, 256: 450}
 NEWEST_SINCE = (3, 8)
 
 
@@ -114,6 +115,10 @@ def failure(case: Case) -> str | None:
         return f"{case}: {error.status}: {error}"
     if case.most_spilled is not None and built.spill_bytes > case.most_spilled:
         return f"{case}: spills {built.spill_bytes} bytes, {case.most_spilled} may be"
+    if case.most_spilled is not None:
+        found = [f for kernel in built.kernels for f in kernel.findings if "in a loop" in f]
+        if found:
+            return f"{case}: {'; '.join(found)}"
     return None
 
 

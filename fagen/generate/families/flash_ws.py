@@ -291,8 +291,8 @@ def _seeds(problem: Problem) -> list[Knobs]:
         held = _kept(replace(two, boundary="finish", queries="registers", ping_pong=True))
         return [
             three,
-            replace(three, boundary="overlap", output="queries"),
             late,
+            replace(three, boundary="overlap", output="queries"),
             *([replace(three, section_mb=128)] if causal else []),
             half,
             two,
