@@ -214,6 +214,23 @@ def test_limits_are_kept() -> None:
     assert max(case.sizes.batch for case in found) == 1
 
 
+@pytest.mark.parametrize("sm_count", [132, 20])
+@pytest.mark.parametrize("heads", [(2, 2), (64, 1), (8, 2)])
+def test_a_gpu_gets_a_case_of_several_tiles_for_every_place(
+    heads: tuple[int, int], sm_count: int
+) -> None:
+    """flash_ws with O through the slots of Q was right in a block's first two tiles alone."""
+    heads_q, heads_kv = heads
+    problem = make_problem(1000, 64, heads=heads_q, kv_heads=heads_kv)
+    (crowd,) = [
+        c for c in cases(problem, TILE, {}, thorough=True, sm_count=sm_count) if c.name == "crowd"
+    ]
+    sizes = crowd.sizes
+    tiles = sizes.batch * sizes.heads_q * -(-sizes.seq_q // TILE[0])
+    assert 6 * sm_count <= tiles <= 6 * sm_count + 2 * heads_q
+    assert sizes.heads_q // sizes.heads_kv == heads_q // heads_kv
+
+
 def test_a_scale_below_or_at_zero_comes_only_where_the_problem_allows_it() -> None:
     plain = cases(small_problem(scale_sign="positive"), TILE, {}, thorough=True)
     signed = cases(small_problem(scale_sign="any"), TILE, {}, thorough=True)

@@ -51,6 +51,49 @@ def test_golden_folder_holds_nothing_else(update_golden: bool):
     assert {path.name for path in GOLDEN.glob("*.py")} == wanted
 
 
+def _assigned(nodes: list[ast.AST]) -> list[tuple[str, str | None]]:
+    """(name, name it copies or None) of every assignment in the nodes, in the text's order."""
+    found = []
+    for node in nodes:
+        for inner in ast.walk(node):
+            if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store):
+                found.append((inner.lineno, inner.id, None))
+            if isinstance(inner, ast.Assign) and isinstance(inner.value, ast.Name):
+                found += [
+                    (inner.lineno + 0.5, target.id, inner.value.id)
+                    for target in inner.targets
+                    if isinstance(target, ast.Name)
+                ]
+    return [(name, copied) for _, name, copied in sorted(found, key=lambda f: f[0])]
+
+
+def _lost(function: ast.FunctionDef) -> set[tuple[str, str]]:
+    """Copies in a loop of names that are copies of each other where the loop begins."""
+    lost = set()
+    for loop in (n for n in ast.walk(function) if isinstance(n, ast.While | ast.For)):
+        same: set[tuple[str, str]] = set()
+        for name, copied in _assigned([n for n in function.body if n.lineno < loop.lineno]):
+            same = {pair for pair in same if name not in pair}
+            same |= {(name, copied)} if copied else set()
+        lost |= {(x, y) for x, y in _assigned(list(loop.body)) if y and (x, y) in same}
+    return lost
+
+
+@pytest.mark.parametrize("program", golden_programs(), ids=lambda program: program.name)
+def test_no_name_is_copied_before_a_loop_and_in_it(program: Program):
+    """Triton 3.6 to 3.9 carry only names whose value a first walk through the body changed: with
+    `x = y` before a loop and `x = y; y = ...` in it, x stays what it was before."""
+    functions = [n for n in ast.walk(ast.parse(program.source)) if isinstance(n, ast.FunctionDef)]
+    assert {f.name: lost for f in functions if (lost := _lost(f))} == {}
+
+
+def test_a_copy_before_a_loop_and_in_it_is_found():
+    text = "def f(a):\n    b = a\n    while a:\n        b = a\n        a = g(a)\n"
+    (function,) = ast.parse(text).body
+    assert isinstance(function, ast.FunctionDef)
+    assert _lost(function) == {("b", "a")}
+
+
 @pytest.mark.parametrize("program", golden_programs(), ids=lambda program: program.name)
 def test_no_kernel_reads_the_lse(program: Program):
     """All launches of a device may share the memory of an LSE that nobody asked for."""

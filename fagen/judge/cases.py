@@ -27,6 +27,7 @@ LEAD = 1100.0
 # With fewer outputs, or fewer columns of V, a case gets more batches: the largest error of a
 # few, or of many that share their weights, is a lottery.
 FEW_OUTPUTS, FEW_COLUMNS, MOST_BATCHES = 1024, 64, 8
+CROWD_ROUNDS = 3  # a persistent kernel's first tile, its second, and the one whose slots it reuses
 RAW_DOT = 2.0e5  # above fp16's 65504 before the scale is applied
 
 
@@ -46,12 +47,24 @@ class Case:
 
 
 def cases(
-    problem: Problem, tile: tuple[int, int], limits: dict[str, range], *, thorough: bool
+    problem: Problem,
+    tile: tuple[int, int],
+    limits: dict[str, range],
+    *,
+    thorough: bool,
+    sm_count: int = 0,
 ) -> list[Case]:
-    """The shrunken cases of a candidate. Not thorough: the list that a CPU can afford."""
-    made = list(_main(_Room(problem, tile, limits, thorough)))
+    """The shrunken cases of a candidate. Not thorough: the list that a CPU can afford.
+
+    sm_count: of a GPU, which then also gets a case with several tiles for each multiprocessor: a
+    persistent kernel takes one tile after another only where there are more than it has places.
+    """
+    room = _Room(problem, tile, limits, thorough)
+    made = list(_main(room))
     if thorough:
-        made += _more(_Room(problem, tile, limits, thorough))
+        made += _more(room)
+    if sm_count:
+        made.append(_crowd(room, sm_count))
     turns = LAYOUTS[problem.layout]
     return [replace(case, layout=_layout(case, turns, i)) for i, case in enumerate(made)]
 
@@ -203,6 +216,15 @@ def _more(room: _Room) -> Iterator[Case]:
         "far,batch", room.sizes(16, 40, batch=3, heads_kv=1), "randn", scale=scale, far=True
     )
     yield Case("far,heads", room.sizes(16, 40, heads_kv=3), "randn", scale=scale, far=True)
+
+
+def _crowd(room: _Room, sm_count: int) -> Case:
+    """Tiles for several rounds of a persistent launch that has two places a multiprocessor."""
+    block_m, block_n = room.tile
+    one = room.sizes(block_m + 3, 2 * block_n + 7, heads_kv=1)
+    tiles = one.heads_q * (2 if one.seq_q > block_m else 1)
+    sizes = one._replace(batch=max(one.batch, -(-CROWD_ROUNDS * 2 * sm_count // tiles)))
+    return Case("crowd", sizes, "randn", scale=room.scale)
 
 
 def _layout(case: Case, turns: tuple[str, ...], turn: int) -> str:

@@ -40,6 +40,10 @@ class Gate:
         self.device = torch.device(device)
         self._kept: dict[Case, Prepared] = {}
         self._far: Tensor | None = None
+        self._sm_count = 0
+        if self.device.type == "cuda":
+            properties = torch.cuda.get_device_properties(self.device)
+            self._sm_count = properties.multi_processor_count
 
     def check(
         self, launch: Launch, tile: tuple[int, int], limits: dict[str, range], *, level: Level
@@ -49,7 +53,7 @@ class Gate:
         On a CPU, where the interpreter runs, quick takes a shorter list of the same kinds.
         """
         thorough = self.device.type != "cpu" or level != "quick"
-        todo = cases(self.problem, tile, limits, thorough=thorough)
+        todo = cases(self.problem, tile, limits, thorough=thorough, sm_count=self._sm_count)
         if level != "quick":
             todo += target_cases(self.problem)
         ready = [self._prepared(case, max(tile)) for case in todo if self._fits(case)]
