@@ -9,7 +9,8 @@ output must be written, and finalists repeat bit for bit. A stricter gate has a 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -56,12 +57,11 @@ class Gate:
         todo = cases(self.problem, tile, limits, thorough=thorough, sm_count=self._sm_count)
         if level != "quick":
             todo += target_cases(self.problem)
-        ready = [self._prepared(case, max(tile)) for case in todo if self._fits(case)]
-        with torch.no_grad():
-            measured = [one.run(launch) for one in ready]
-        found = _checks(ready, measured)
-        if level == "finalist":
-            found += self._repeats(launch, ready)
+        with self._on_device(), torch.no_grad():
+            ready = [self._prepared(case, max(tile)) for case in todo if self._fits(case)]
+            found = _checks(ready, [one.run(launch) for one in ready])
+            if level == "finalist":
+                found += self._repeats(launch, ready)
         return Verdict(tuple(_worth_keeping(found)), self._where())
 
     def _prepared(self, case: Case, gap: int) -> Prepared:
@@ -88,10 +88,15 @@ class Gate:
         found = []
         for one in ready:
             if one.case.name in ("ragged", "target"):
-                with torch.no_grad():
-                    differing = float(one.differing(launch, REPEATS))
+                differing = float(one.differing(launch, REPEATS))
                 found.append(Check(f"repeat[{one.case.name}]", differing, 0.0, one.detail))
         return found
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        """A launch goes to the current device's stream, and the caller's may be another."""
+        if self.device.type == "cpu":
+            return nullcontext()
+        return torch.cuda.device(self.device)
 
     def _where(self) -> str:
         if self.device.type == "cpu":

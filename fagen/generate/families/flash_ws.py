@@ -264,7 +264,8 @@ def seeds(problem: Problem, target: Target) -> list[Knobs]:
 
 
 def _seeds(problem: Problem) -> list[Knobs]:
-    """What was best by head dim in benchmarks/results/h200_flash_ws_race2.json, and neighbours."""
+    """What was best by head dim in benchmarks/results/h200_flash_ws_race2.json and _race3.json,
+    and neighbours."""
     causal = problem.features.causal != "none"
     wide = _width(problem.shape.head_dim) + _width(problem.shape.head_dim_v)
     short = problem.shape.seq_kv <= SHORT_KEYS
@@ -292,13 +293,13 @@ def _seeds(problem: Problem) -> list[Knobs]:
         return [
             three,
             late,
+            two,
+            replace(half, boundary="overlap", output="queries"),
+            held,
             replace(three, boundary="overlap", output="queries"),
             *([replace(three, section_mb=128)] if causal else []),
             half,
-            two,
-            held,
             replace(two, ping_pong=True),
-            replace(two, output="queries"),
             Knobs(128, 64, 4, "finish", "registers", rescale_tau=8.0),
         ]
     best = _kept(Knobs(128, 64, 2, "finish", "half", output="stores"))

@@ -7,8 +7,10 @@ from heapq import heappop, heappush
 
 from fagen.generate.families.tiling import cdiv
 
-# Time of a tile with a group less, of one with all of 2 or 3: it has less to overlap. Reasoned.
-SHORT_TILE = {2: 0.75, 3: 0.7}
+# Time of a tile with a group less, of a tall one: the groups wait for each other's products, not
+# for the tensor cores. From D128 full at N1024, N4096 and N16384 in tiles of 192 rows, one H200
+# (benchmarks/results/h200_flash_ws_race3.json); taken to hold for 128 rows, too.
+SHORT_TILE = 0.9
 # Short tiles for each multiprocessor, about the most: more have nothing left to even out.
 SHORT_WAVES = 8
 # Tiles of the last section, for each multiprocessor: one head's longest tile begins too late.
@@ -45,12 +47,12 @@ def ends(talls: int, shorts: int, groups: int, places: int) -> float:
     while shorts:
         time, count = heappop(free)
         taken = min(count, shorts)
-        heappush(free, (time + SHORT_TILE[groups], taken))
+        heappush(free, (time + SHORT_TILE, taken))
         if taken < count:
             heappush(free, (time, count - taken))
         shorts -= taken
-        end = max(end, time + SHORT_TILE[groups])
-    return end + waves * SHORT_TILE[groups]
+        end = max(end, time + SHORT_TILE)
+    return end + waves * SHORT_TILE
 
 
 def sections(
