@@ -53,9 +53,11 @@ class FakeClock:
 
 def test_samples_are_kept_raw_and_in_order() -> None:
     clock = FakeClock()
-    # Two replays size the batch, one warms up; then the samples.
-    timing = measure(clock.launch("a", 50, 50, 50, 10, 12, 11, 30, 9), FAST, "cpu", clock=clock)
-    assert timing.samples_us == (10, 12, 11, 30, 9)
+    # Two replays size the batch, one warms up; then the samples, each after an untimed replay.
+    times = (10, 12, 11, 30, 9)
+    paired = [us for sample in times for us in (99, sample)]
+    timing = measure(clock.launch("a", 50, 50, 50, *paired), FAST, "cpu", clock=clock)
+    assert timing.samples_us == times
     assert timing.median_us == 11
     assert timing.policy == FAST.name
     assert timing.clock_mhz == (1980,) * 5
@@ -102,6 +104,13 @@ def test_a_race_takes_turns_in_an_order_that_changes() -> None:
         "b": (20,) * 4,
         "c": (30,) * 4,
     }
+
+
+def test_the_card_rests_before_each_sample_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = FakeClock()
+    monkeypatch.setattr(time, "sleep", lambda s: clock.replays.append(f"{s * 1e3:g} ms"))
+    measure(clock.launch("a", 10), replace(FAST, pause_ms=25.0), "cpu", clock=clock)
+    assert clock.replays[3:] == ["25 ms", "a", "a"] * FAST.samples
 
 
 def test_the_card_rests_before_each_turn_of_a_race(monkeypatch: pytest.MonkeyPatch) -> None:

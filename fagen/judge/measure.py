@@ -41,19 +41,21 @@ class MeasurePolicy:
     """How a time is taken. Its name stands beside every stored time; only equal ones compare.
 
     warmup_ms: untimed replays before the first sample, so that clocks are steady. batch_ms: about
-    how long one sample takes. samples: how many of them. pause_ms: rest before each turn of a
-    race.
+    how long one sample takes. samples: how many of them in a pass. pause_ms: rest before each
+    sample, of a pass and of a race.
 
     The card is never busy for long. On an H200 (700 W) a kernel that fills the tensor cores runs
     for 30 to 75 ms as after a rest, then the power cap slows it by 9 to 17 %, for as long as it
     or another such kernel goes on (benchmarks/results/h200_power_cap.json): what a sample says
-    would hang on what ran before it. The pause is reasoned: two batches of 4 ms a turn.
+    would hang on what ran before it. With this pause before two batches of 4 ms, ratios of a race
+    repeat to 0.3 % (h200_flash_ws_race3.json); without it, the median of a pass was 0 to 11 % above
+    its first samples (h200_unrested_passes.json).
     """
 
     l2: Literal["rotate", "flush"] = "rotate"
     warmup_ms: float = 10.0
     batch_ms: float = 4.0
-    samples: int = 9
+    samples: int = 5
     pause_ms: float = 25.0
 
     @property
@@ -95,7 +97,7 @@ def measure(
     _warm(replay, first_us, policy)
     samples, clocks = [], []
     for _ in range(policy.samples):
-        samples.append(checked(replay()))
+        samples.append(_rested(replay, policy))
         clocks.append(clock.clock_mhz())
         if give_up_us is not None and samples[0] > GIVE_UP * give_up_us:
             break
@@ -134,9 +136,7 @@ def race(
     samples: dict[str, list[float]] = {name: [] for name in ready}
     clocks: dict[str, list[int | None]] = {name: [] for name in ready}
     for name in turns(ready, rounds):
-        time.sleep(policy.pause_ms / 1e3)
-        ready[name]()  # untimed: the caches and clocks of the one before are not its own
-        samples[name].append(checked(ready[name]()))
+        samples[name].append(_rested(ready[name], policy))
         clocks[name].append(clock.clock_mhz())
     return {name: _timing(samples[name], clocks[name], policy) for name in ready if samples[name]}
 
@@ -223,6 +223,12 @@ def _warm(replay: Replay, first_us: float, policy: MeasurePolicy) -> None:
     replay()
     while time.perf_counter() < end:
         replay()
+
+
+def _rested(replay: Replay, policy: MeasurePolicy) -> float:
+    time.sleep(policy.pause_ms / 1e3)
+    replay()  # untimed: the caches and clocks of whatever ran before are not its own
+    return checked(replay())
 
 
 def checked(us: float) -> float:
