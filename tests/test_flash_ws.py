@@ -156,21 +156,20 @@ def test_short_tiles_end_a_launch_sooner(seq: int, heads: int, block_m: int, sm_
     assert seq <= rows < seq + block_m
     whole = -(-seq // block_m)
     if short:
-        groups = block_m // ROWS
-        ends = order.ends(tall * heads, short * heads, groups, sm_count)
-        assert ends < order.ends(whole * heads, 0, groups, sm_count)
+        ends = order.ends(tall * heads, short * heads, sm_count)
+        assert ends < order.ends(whole * heads, 0, sm_count)
     else:
         assert tall == whole
 
 
 def test_what_a_launch_ends_with():
     """16384 rows of 16 heads on 132 multiprocessors: 10.34 tiles of 192 rows each."""
-    assert order.ends(86 * 16, 0, 3, 132) == 11
-    assert order.ends(132, 132, 3, 132) == 1 + order.SHORT_TILE
-    assert order.ends(131, 1, 3, 132) == 1
+    assert order.ends(86 * 16, 0, 132) == 11
+    assert order.ends(132, 132, 132) == 1 + order.SHORT_TILE
+    assert order.ends(131, 1, 132) == 1
     problem = make_problem(16384, 128)
     numbers = flash_ws.scalars(problem, flash_ws.Knobs(192, 64, 3), Sizes.of(problem), 132)
-    assert 10.34 < order.ends(numbers["talls"], numbers["short"] * 16, 3, 132) < 10.95
+    assert 10.34 < order.ends(numbers["talls"], numbers["short"] * 16, 132) < 10.95
 
 
 # Which keys a row meets, by the functions of the generated module itself

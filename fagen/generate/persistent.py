@@ -6,34 +6,34 @@ all groups' products, which share the tensor cores, whichever is longer.
 
 from __future__ import annotations
 
+from fagen.generate.families import order
 from fagen.generate.families.flash_ws import ROWS, Knobs, parts, scalars
 from fagen.generate.families.tiling import cdiv
 from fagen.generate.program import Sizes
 from fagen.problem import Problem
 from fagen.target import Target
 
-# Fitted on one H200 (bf16, 16384 tokens, 2026-11-30) to 434 times of five races, brought to one
-# clock by FlashAttention-3's: 60 configs at D64, 128 and 256, N512 to N16384; 5 % off in the mean
-# square. Loads hide. The races: benchmarks/results/h200_flash_ws_race2.json.
-SUSTAINED = 0.85  # of the datasheet's clock, which the card's power cap takes
+# Fitted on one H200 (bf16, 16384 tokens, 2026-11-30) to 1082 times of a card that had rested: two
+# races (benchmarks/results/h200_flash_ws_race3.json) and the first two samples of each pass of
+# eight runs of the tuner at D128 N8192 (one: h200_unrested_passes.json) and 31 at D64, 128 and
+# 256, N512 to N16384; within a shape 4 % off in the mean square, the fastest weighing most.
+# Neither turns nor where Q is kept came out as more than nothing. Loads hide.
+SUSTAINED = 0.874  # of the datasheet's clock
 LAUNCH_US = 4.0
 MEMORY_SHARE = 0.9  # 4.3 of 4.8 TB/s for a copy
 # Instructions of a step. The SASS has 452 at D128 and 128 keys, 411 at D64.
-SCORE_INSTRUCTIONS = 5.16
-VALUE_INSTRUCTIONS = 0.52  # the rescale of O, for each accumulator of a thread
-STEP_INSTRUCTIONS = 20.0
-ISSUE_CYCLES = 3.1  # from one instruction of a warp to its next, while the softmax runs
-NARROW_KEYS = 8.2  # a product over n keys runs at n / (n + this) of its rate
-CROWDED = 0.48  # by a third group on the same schedulers
-TURN_CYCLES = 66.0  # to pass the turn on; without turns groups meet at the tensor cores
-COLLISION = 0.013
-DONE_NARROW = 1.04  # with 64 keys, turns that end when the products are done come too late
-TILE_CYCLES = 2500.0  # what a tile costs beside its blocks; more where it is finished first
-FINISH_CYCLES = 280.0
+SCORE_INSTRUCTIONS = 5.04
+VALUE_INSTRUCTIONS = 0.123  # the rescale of O, for each accumulator of a thread
+STEP_INSTRUCTIONS = 5.04
+ISSUE_CYCLES = 3.19  # from one instruction of a warp to its next, while the softmax runs
+NARROW_KEYS = 3.0  # a product over n keys runs at n / (n + this) of its rate
+CROWDED = 0.59  # by a third group on the same schedulers
+NARROW_TURNS = 1.065  # with 64 keys, turns that end when the products are done come too late
+TILE_CYCLES = 3140.0  # what a tile costs beside its blocks
+STORES_CYCLES = 490.0  # and where it is stored row by row
 # Of the rescale's instructions: under QK^T, with a threshold, with one after the softmax.
-OVER, KEPT, KEPT_LATE = 2.0, 0.82, 0.78
-SHARED_QUERIES = {"shared": 3.1, "half": 2.2, "registers": 0.0}  # more cycles of QK^T
-EARLY_CLAIM = 1.06  # causal, not fitted: a tile claimed early is one that an idle block can't take
+OVER, KEPT, KEPT_LATE = 3.95, 0.2, 1.41
+EARLY_CLAIM = 1.014  # a tile claimed early is one that an idle block can't take
 UNEVEN = 1.02
 MOST_SUMMED = 4096  # tiles looked at one by one; of more, an even sample
 
@@ -42,24 +42,34 @@ def persistent_us(problem: Problem, target: Target, knobs: Knobs) -> float:
     """Microseconds of one launch."""
     sizes = Sizes.of(problem)
     groups = knobs.block_m // ROWS
-    places = target.sm_count
     launch = scalars(problem, knobs, sizes, target.sm_count)
-    tiles = launch["tiles"]
-    blocks = _blocks(problem, knobs, launch.get("end_row", 0), launch["tiles_m"])
-    blocks *= tiles // max(1, launch["tiles_m"])
     # A single group shares its multiprocessor with another block's.
     together = groups if groups > 1 else 2
     step = _step_cycles(problem, target, knobs, together) * groups / together
-    tile = TILE_CYCLES + (FINISH_CYCLES if knobs.boundary == "finish" else 0.0)
-    cycles = (blocks * step + tiles * tile * groups / together) / places
-    longest = blocks / max(tiles, 1) * step * together / groups + tile
-    cycles = max(cycles * UNEVEN, longest)
-    if problem.features.causal != "none" and knobs.claim == "early":
+    tile = TILE_CYCLES + (STORES_CYCLES if knobs.output == "stores" else 0.0)
+    tile *= groups / together
+    if problem.features.causal == "none" and groups > 1:
+        rounds = order.ends(launch["talls"], launch["tiles"] - launch["talls"], target.sm_count)
+        cycles = rounds * (cdiv(problem.shape.seq_kv, knobs.block_n) * step + tile)
+    else:
+        cycles = _even_cycles(problem, knobs, launch, step, tile, target.sm_count)
+    if knobs.claim == "early":
         cycles *= EARLY_CLAIM
     compute_us = cycles / (target.clock_ghz * SUSTAINED * 1e3)
     memory_us = problem.io_bytes / (target.memory_gbps * MEMORY_SHARE * 1e3)
     # Loads and products overlap but at the ends.
     return float((compute_us**4 + memory_us**4) ** 0.25) + LAUNCH_US
+
+
+def _even_cycles(
+    problem: Problem, knobs: Knobs, launch: dict[str, int], step: float, tile: float, places: int
+) -> float:
+    """Of a launch whose tiles are so many, or so unlike, that all places end nearly together."""
+    tiles = launch["tiles"]
+    blocks = _blocks(problem, knobs, launch.get("end_row", 0), launch["tiles_m"])
+    blocks *= tiles // max(1, launch["tiles_m"])
+    longest = blocks / max(tiles, 1) * step + tile
+    return max((blocks * step + tiles * tile) / places * UNEVEN, longest)
 
 
 def _step_cycles(problem: Problem, target: Target, knobs: Knobs, groups: int) -> float:
@@ -69,10 +79,7 @@ def _step_cycles(problem: Problem, target: Target, knobs: Knobs, groups: int) ->
     )
     rate = target.tensor_tflops * 1e3 / (target.sm_count * target.clock_ghz)
     rate *= knobs.block_n / (knobs.block_n + NARROW_KEYS)
-    scores = 2.0 * ROWS * knobs.block_n * dim / rate
-    # Q from shared memory takes bandwidth that narrow products have none to spare of.
-    scores *= 1.0 + SHARED_QUERIES[knobs.queries] / knobs.block_n
-    products = scores + 2.0 * ROWS * knobs.block_n * dim_v / rate
+    products = 2.0 * ROWS * knobs.block_n * (dim + dim_v) / rate
     late = knobs.rescale == "after_softmax"
     kept = (KEPT_LATE if late else KEPT) if knobs.rescale_tau else 1.0 if late else OVER
     rescale = VALUE_INSTRUCTIONS * dim_v / 2 * kept
@@ -80,11 +87,10 @@ def _step_cycles(problem: Problem, target: Target, knobs: Knobs, groups: int) ->
     # Groups that share a scheduler wait for each other now and then.
     softmax = ISSUE_CYCLES * instructions * (1.0 + CROWDED * (groups - 2))
     shared = groups * products
-    turns = TURN_CYCLES if knobs.ping_pong else COLLISION * shared
     # The longer, and more where they are alike.
     busy = ((products + softmax) ** 6 + shared**6) ** (1 / 6)
     narrow = knobs.ping_pong and knobs.block_n < 128
-    return float(busy + turns) * (DONE_NARROW if narrow else 1.0)
+    return float(busy) * (NARROW_TURNS if narrow else 1.0)
 
 
 def _blocks(problem: Problem, knobs: Knobs, end_row: int, tiles_m: int) -> float:

@@ -48,8 +48,8 @@ class MeasurePolicy:
     for 30 to 75 ms as after a rest, then the power cap slows it by 9 to 17 %, for as long as it
     or another such kernel goes on (benchmarks/results/h200_power_cap.json): what a sample says
     would hang on what ran before it. With this pause before two batches of 4 ms, ratios of a race
-    repeat to 0.3 % (h200_flash_ws_race3.json); without it, the median of a pass was 0 to 11 % above
-    its first samples (h200_unrested_passes.json).
+    repeat to 0.3 % (h200_flash_ws_race3.json); without it, the median of a pass was 0 to 11 %
+    above its first samples (h200_unrested_passes.json).
     """
 
     l2: Literal["rotate", "flush"] = "rotate"

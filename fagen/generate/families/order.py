@@ -34,10 +34,10 @@ def cut(units: int, groups: int, heads: int, places: int) -> tuple[int, int]:
         if short * heads > SHORT_WAVES * places and len(choices) > groups:
             break
         choices.append((tall, short))
-    return min(choices, key=lambda cut: ends(cut[0] * heads, cut[1] * heads, groups, places))
+    return min(choices, key=lambda cut: ends(cut[0] * heads, cut[1] * heads, places))
 
 
-def ends(talls: int, shorts: int, groups: int, places: int) -> float:
+def ends(talls: int, shorts: int, places: int) -> float:
     """When the last tile ends, in tall tiles' time: each goes to the place that is free first."""
     waves = max(0, shorts // places - 4)  # whole ones, which only shift the end
     shorts -= waves * places
