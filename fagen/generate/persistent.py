@@ -14,10 +14,10 @@ from fagen.problem import Problem
 from fagen.target import Target
 
 # Fitted on one H200 (bf16, 16384 tokens, 2026-11-30) to 1082 times of a card that had rested: two
-# races (benchmarks/results/h200_flash_ws_race3.json) and the first two samples of each pass of
-# eight runs of the tuner at D128 N8192 (one: h200_unrested_passes.json) and 31 at D64, 128 and
-# 256, N512 to N16384; within a shape 4 % off in the mean square, the fastest weighing most.
-# Neither turns nor where Q is kept came out as more than nothing. Loads hide.
+# races (benchmarks/results/h200_flash_ws_race3.json), and the first two samples of each pass of
+# eight runs of the tuner at D128 N8192 and of 31 at D64, 128 and 256, N512 to N16384
+# (h200_flash_ws_trials.json). Within a shape 4 % off in the mean square, the fastest weighing
+# most. Neither turns nor where Q is kept came out as more than nothing. Loads hide.
 SUSTAINED = 0.874  # of the datasheet's clock
 LAUNCH_US = 4.0
 MEMORY_SHARE = 0.9  # 4.3 of 4.8 TB/s for a copy

@@ -84,9 +84,8 @@ class Gate:
         return self._far
 
     def _repeats(self, launch: Launch, ready: list[Prepared]) -> list[Check]:
-        """Bitwise equal over ten runs, on the first shrunken case, on the one of many tiles (where
-        warps that waited for each other too little were right three times of four), and on the
-        target shape."""
+        """Bitwise equal over ten runs: on the first shrunken case, on the one of many tiles, where
+        some faults show in one run of many, and on the target shape."""
         found = []
         for one in ready:
             if one.case.name in ("ragged", "crowd", "target"):
