@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes the committed results of the forward grids on a GPU: tunes every cell with few trials, then
-# races the winners with the peers. A cell takes about 20 seconds; a run that was cut short goes on
+# races the winners with the peers. A cell takes about 30 seconds. A run that was cut short goes on
 # where it stopped, and --match (as in forward.py) takes a part of the cells.
 #
 #   benchmarks/forward.sh FOLDER [--match WORD]...     from the root of a clean checkout
@@ -14,15 +14,22 @@ known=${COMMIT:+--commit $COMMIT --clean yes}
 db=$out/winners.db
 mkdir -p "$out"
 
+# Two tuners at a time: one has the GPU, and the next one starts up and waits for it.
+tune_cell() {
+  grep -qxF -- "$1" "$out/tuned.txt" && return
+  # shellcheck disable=SC2086
+  timeout 120 python3 -m fagen tune $1 --trials "${TRIALS:-14}" --timeout 75 --db "$db" \
+    </dev/null >"$out/last$$.txt" 2>&1 || { tail -3 "$out/last$$.txt"; return; }
+  grep -E '^(winner|peer)' "$out/last$$.txt" | head -3 | cut -c1-120
+  echo "$1" >>"$out/tuned.txt"
+}
+touch "$out/tuned.txt"
+export out db
+export -f tune_cell
+
 for grid in G G2; do
-  python3 benchmarks/forward.py --grid $grid "$@" --list | while read -r cell; do
-    grep -qxF -- "$cell" "$out/tuned.txt" 2>/dev/null && continue
-    # shellcheck disable=SC2086
-    timeout 60 python3 -m fagen tune $cell --trials "${TRIALS:-14}" --timeout 30 --db "$db" \
-      </dev/null >"$out/last.txt" 2>&1 || { tail -3 "$out/last.txt"; continue; }
-    grep -E '^(winner|peer)' "$out/last.txt" | head -3 | cut -c1-120
-    echo "$cell" >>"$out/tuned.txt"
-  done
+  python3 benchmarks/forward.py --grid $grid "$@" --list |
+    xargs -d '\n' -P 2 -I{} bash -c 'tune_cell "$1"' _ {}
   file=$out/h200-forward$([ $grid = G ] || echo "-g2")${PART:+-$PART}.json
   # shellcheck disable=SC2086
   python3 benchmarks/forward.py --grid $grid "$@" --db "$db" $known --out "$file" \

@@ -266,6 +266,17 @@ def test_a_compiler_that_dies_or_hangs_is_an_answer_like_any_other() -> None:
     assert 1 <= builder_count() <= 16
 
 
+def test_build_processes_are_there_before_their_first_job() -> None:
+    pool = BuildPool(TARGET, 2)
+    pool.start()
+    end = time.monotonic() + 20.0
+    while None in (pids := [child.pid for child in pool._children]) and time.monotonic() < end:
+        time.sleep(0.02)
+    pool.close()
+    assert [child.starts for child in pool._children] == [1, 1]
+    assert all(pid is not None and gone(pid) for pid in pids)
+
+
 def test_a_folder_that_can_not_be_written_is_no_candidates_fault() -> None:
     pool = BuildPool(TARGET, 1)
     stub = StubChild(

@@ -34,6 +34,7 @@ class Plan:
 
     problem: Problem
     target: Target
+    space: SearchSpace
     ledger: Ledger
     worker: Worker
     builder: Builder
@@ -46,7 +47,6 @@ class Plan:
     on_event: events.OnEvent = events.ignore
     clock: Callable[[], float] = time.monotonic
     started: float = field(default_factory=time.monotonic)
-    space: SearchSpace | None = None
 
     def predict(self, config: Config, built: Built | None = None) -> float:
         return predict_us(self.problem, self.target, config, built)

@@ -41,6 +41,7 @@ def staff(place: Place, render: Renderer) -> Iterator[tuple[Worker, Builder]]:
     else:
         worker = GpuWorker(place.device)
         builder = BuildPool(place.target, builder_count())
+    builder.start()
     _start_early(worker)
     try:
         yield worker, builder
@@ -50,7 +51,7 @@ def staff(place: Place, render: Renderer) -> Iterator[tuple[Worker, Builder]]:
 
 
 def _start_early(worker: GpuWorker | InterpretWorker) -> None:
-    """Its imports take seconds, in which the first candidates are built already."""
+    """Its imports take seconds, in which the search space is made and candidates are built."""
 
     def start() -> None:
         with contextlib.suppress(WorkerDied):  # the first job tells

@@ -74,26 +74,29 @@ def tune(
     renders = partial(render, triton_minor=compiler.triton_minor)
     with (
         Records.open(db, "write", config_from_dict) as records,
-        place.held(seconds, on_event),
         staff(place, renders) as (worker, builder),
     ):
-        return run(
-            Plan(
-                problem=asked,
-                target=place.target,
-                ledger=Ledger(records, asked, place.target, compiler),
-                worker=worker,
-                builder=builder,
-                render=renders,
-                policy=policy_of(place),
-                timed=timed,
-                trials=trials,
-                timeout_s=seconds,
-                seed=seed,
-                on_event=on_event,
-                started=started,
+        # While the children start, and before the GPU is ours alone.
+        space = SearchSpace.of(asked, place.target)
+        with place.held(seconds, on_event):
+            return run(
+                Plan(
+                    problem=asked,
+                    target=place.target,
+                    space=space,
+                    ledger=Ledger(records, asked, place.target, compiler),
+                    worker=worker,
+                    builder=builder,
+                    render=renders,
+                    policy=policy_of(place),
+                    timed=timed,
+                    trials=trials,
+                    timeout_s=seconds,
+                    seed=seed,
+                    on_event=on_event,
+                    started=started,
+                )
             )
-        )
 
 
 def _problem(given: Problem | None, shape: dict[str, Any]) -> Problem:
@@ -168,7 +171,7 @@ def run(plan: Plan) -> TuneResult:
 
 def _opened(plan: Plan) -> _Run:
     """The space, what is known of it, and a search that starts from there."""
-    space = plan.space or SearchSpace.of(plan.problem, plan.target)
+    space = plan.space
     if not space.configs:
         cuts = "; ".join(f"{family}: {why} ({n})" for (family, why), n in space.cuts.items())
         raise NoValidConfig(f"No config is valid for {plan.problem}: {cuts}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 from fagen.generate.families import order
@@ -98,16 +99,18 @@ class Part(NamedTuple):
         return [[0, 1], [0, 2], [0, 4], [8, 0], *wide]
 
 
-def parts(dim: int) -> list[Part]:
+@cache
+def parts(dim: int) -> tuple[Part, ...]:
     """A head dim as one tile, or as two where that wastes less: 96 = 64 + 32, 192 = 128 + 64."""
     whole = max(16, 1 << (dim - 1).bit_length())
     rest = dim - whole // 2
     second = max(16, 1 << (rest - 1).bit_length())
     if whole // 2 + second < whole:
-        return [Part(0, whole // 2, ""), Part(whole // 2, second, "_2")]
-    return [Part(0, whole, "")]
+        return Part(0, whole // 2, ""), Part(whole // 2, second, "_2")
+    return (Part(0, whole, ""),)
 
 
+@cache
 def _width(dim: int) -> int:
     return sum(part.width for part in parts(dim))
 
@@ -151,20 +154,6 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         "rows_fit_tile",
         "A tile of {block_m} query rows would be mostly empty.",
         lambda p, t, k: k.block_m <= max(ROWS, cdiv(p.shape.seq_q * _pack(p, k), ROWS) * ROWS),
-    ),
-    Constraint(
-        "registers",
-        "{block_n} keys, O, and Q in {queries}, don't fit the registers of a group.",
-        # One group is compiled within the 128 registers of the launch, not those it gets later.
-        lambda p, t, k: (
-            _registers(p, k) + OTHER_REGISTERS
-            <= (REGISTERS[3][1] if _groups(k) < 2 else REGISTERS[_groups(k)][1])
-        ),
-    ),
-    Constraint(
-        "shared_memory",
-        "{block_m}x{block_n} in {slots} slots needs more shared memory than a block has.",
-        lambda p, t, k: shared_bytes(p, k) <= t.shared_bytes // (2 if _groups(k) == 1 else 1),
     ),
     Constraint(
         "half_diagonal_is_causal",
@@ -239,6 +228,20 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         "sections_are_causal",
         "Without a causal mask a head's tiles follow each other: sections are for causal ones.",
         lambda p, t, k: p.features.causal != "none" or k.section_mb == 64,
+    ),
+    Constraint(
+        "registers",
+        "{block_n} keys, O, and Q in {queries}, don't fit the registers of a group.",
+        # One group is compiled within the 128 registers of the launch, not those it gets later.
+        lambda p, t, k: (
+            _registers(p, k) + OTHER_REGISTERS
+            <= (REGISTERS[3][1] if _groups(k) < 2 else REGISTERS[_groups(k)][1])
+        ),
+    ),
+    Constraint(
+        "shared_memory",
+        "{block_m}x{block_n} in {slots} slots needs more shared memory than a block has.",
+        lambda p, t, k: shared_bytes(p, k) <= t.shared_bytes // (2 if _groups(k) == 1 else 1),
     ),
 )
 
