@@ -309,24 +309,39 @@ def finals(*medians: float) -> list[Final]:
     ]
 
 
-def chosen(entries: list[Final], incumbent: Config | None = None) -> int:
-    final = choose(entries, incumbent)
+def chosen(
+    entries: list[Final], incumbent: Config | None = None, default: Config | None = None
+) -> int:
+    final = choose(entries, incumbent, default or full_space().configs[-1])
     assert final is not None
     return entries.index(final)
 
 
-def test_ties_go_to_the_incumbent_then_to_the_smaller_and_a_clear_best_wins() -> None:
+def test_ties_go_to_what_was_there_then_to_the_smaller_and_a_clear_best_wins() -> None:
     tied = finals(100.0, 100.2, 100.35, 103.0)
-    outcomes = [f.outcome for f in tied if f.outcome is not None]
+    first, second, _, slow = [f.outcome.config for f in tied if f.outcome is not None]
     assert chosen(tied) == 2  # the least shared memory of the three within 0.4 %
-    assert chosen(tied, outcomes[1].config) == 1
-    assert chosen(tied, outcomes[3].config) == 2
+    assert chosen(tied, default=second) == 1
+    assert chosen(tied, incumbent=first, default=second) == 0
+    assert chosen(tied, incumbent=slow, default=slow) == 2
     assert chosen(finals(100.0, 102.0, 103.0)) == 0
+
+
+def test_of_equals_in_every_way_the_one_predicted_fastest_wins() -> None:
+    one, two, three = finals(100.0, 100.1, 100.2)
+    built = one.outcome.built if one.outcome is not None else None
+    entries = [
+        replace(f, outcome=replace(f.outcome, built=built, predicted_us=us))
+        for f, us in ((one, 95.0), (two, 90.0), (three, 99.0))
+        if f.outcome is not None
+    ]
+    assert chosen(entries) == 1
 
 
 def test_the_order_of_arrival_decides_nothing() -> None:
     entries = finals(100.0, 100.1, 100.3)
-    assert {choose(entries, None), choose(entries[::-1], None)} == {entries[2]}
+    assert chosen(entries) == 2
+    assert chosen(entries[::-1]) == 0
 
 
 def test_finalists_are_distinct_sources_with_default_and_incumbent() -> None:

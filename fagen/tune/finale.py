@@ -17,7 +17,9 @@ FINALISTS = 4
 RACE_ROUNDS = 21
 
 
-def race(plan: Plan, outcomes: Sequence[Outcome], incumbent: Config | None) -> Finale:
+def race(
+    plan: Plan, outcomes: Sequence[Outcome], incumbent: Config | None, default: Config
+) -> Finale:
     """Check and time `outcomes` once more; mark the winner."""
     programs = {outcome.config: plan.render(plan.problem, outcome.config) for outcome in outcomes}
     plan.on_event(events.Racing(len(programs)))
@@ -27,7 +29,7 @@ def race(plan: Plan, outcomes: Sequence[Outcome], incumbent: Config | None) -> F
     keys = {config: program.key for config, program in programs.items()}
     rejected = reply.rejected
     finals = _finals(reply, outcomes, keys)
-    chosen = choose(finals, incumbent)
+    chosen = choose(finals, incumbent, default)
     shown = {str(f.outcome.config): f.timing for f in finals if f.outcome is not None}
     plan.on_event(events.Raced(shown, reply.peers))
     return Finale(

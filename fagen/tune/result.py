@@ -127,15 +127,15 @@ def finalists(
     return best + list({o.program_key: o for o in always}.values())
 
 
-def choose(finals: Sequence[Final], incumbent: Config | None) -> Final | None:
-    """The fastest; among those within NOISE of it, by a fixed rule: the incumbent, then the one
-    that takes least of a multiprocessor, then the config key."""
+def choose(finals: Sequence[Final], incumbent: Config | None, default: Config) -> Final | None:
+    """The fastest; among those within NOISE of it, by a fixed rule: the incumbent, the default,
+    the one that takes least of a multiprocessor, the one predicted fastest, the config key."""
     programs = [f for f in finals if f.outcome is not None]
     if not programs:
         return None
     fastest = min(programs, key=lambda f: f.timing.median_us)
     tied = [f for f in programs if slowdown(f.timing, fastest.timing) <= 1 + NOISE]
-    return min(tied, key=lambda f: _preference(f.outcome, incumbent))
+    return min(tied, key=lambda f: _preference(f.outcome, (incumbent, default)))
 
 
 def slowdown(a: Timing, b: Timing) -> float:
@@ -145,9 +145,11 @@ def slowdown(a: Timing, b: Timing) -> float:
     return median(x / y for x, y in zip(a.samples_us, b.samples_us, strict=True))
 
 
-def _preference(outcome: Outcome | None, incumbent: Config | None) -> tuple[bool, int, str]:
+def _preference(
+    outcome: Outcome | None, first: Sequence[Config | None]
+) -> tuple[list[bool], int, float, str]:
     assert outcome is not None
-    warps = int(getattr(outcome.config.knobs, "num_warps", 4))
-    built = outcome.built
+    config, built = outcome.config, outcome.built
+    warps = int(getattr(config.knobs, "num_warps", 4))
     bytes_used = built.shared_bytes + 4 * 32 * warps * built.registers if built else 0
-    return outcome.config != incumbent, bytes_used, outcome.config.key
+    return [config != c for c in first], bytes_used, outcome.predicted_us or 0.0, config.key

@@ -236,7 +236,7 @@ def _race_finalists(this: _Run) -> None:
     outcomes = finalists(this.done, this.default, this.incumbent, FINALISTS) if plan.timed else []
     if not outcomes:
         return
-    this.finale = race(plan, outcomes, this.incumbent)
+    this.finale = race(plan, outcomes, this.incumbent, this.default)
     for refused in this.finale.rejected:
         plan.ledger.reject(refused)
         this.counts[refused.status] += 1
