@@ -84,6 +84,17 @@ CASES: list[tuple[Problem, Config]] = [
         make_problem(4096, 128, causal=True),
         _flash_ws(block_m=192, block_n=64, slots=3, output="queries", rescale_tau=8.0),
     ),
+    (
+        make_problem(1024, 64),
+        _flash_ws(
+            block_m=256,
+            block_n=64,
+            slots=6,
+            boundary="finish",
+            rescale_tau=8.0,
+            rescale="under_scores",
+        ),
+    ),
     (_CORNER_96, _flash_ws(output="queries", claim="early")),
     (
         make_problem(4096, 256),

@@ -30,6 +30,7 @@ from mutations import MUTATIONS, Mutation, mutated
 H200 = preset("h200")
 ROWS = flash_ws.ROWS
 LENGTHS = st.integers(1, 1100)
+TILES = [(64, 64), (64, 128), (128, 64), (128, 128), (192, 64), (192, 128), (256, 64)]
 CAUSAL = st.sampled_from(["none", "top_left", "bottom_right"])
 SM_COUNT = H200.sm_count
 EVERY = list(every_choice(flash_ws.Knobs))
@@ -124,7 +125,7 @@ def test_a_section_fits_what_it_may_hold_and_the_last_ends_together(
     )
 
 
-@given(seq_q=LENGTHS, seq_kv=LENGTHS, causal=CAUSAL, block_m=st.sampled_from([64, 128, 192]))
+@given(seq_q=LENGTHS, seq_kv=LENGTHS, causal=CAUSAL, block_m=st.sampled_from([64, 128, 192, 256]))
 def test_the_grid_has_a_block_for_each_place_or_tile(
     seq_q: int, seq_kv: int, causal: str, block_m: int
 ):
@@ -144,7 +145,7 @@ def test_the_grid_has_a_block_for_each_place_or_tile(
 @given(
     seq=st.integers(1, 40_000),
     heads=st.sampled_from([1, 4, 16, 100, 1024]),
-    block_m=st.sampled_from([64, 128, 192]),
+    block_m=st.sampled_from([64, 128, 192, 256]),
     sm_count=st.sampled_from([1, 66, 132]),
 )
 def test_short_tiles_end_a_launch_sooner(seq: int, heads: int, block_m: int, sm_count: int):
@@ -189,7 +190,7 @@ def functions(problem: Problem, knobs: flash_ws.Knobs) -> tuple[Callable[..., An
     seq_q=LENGTHS,
     seq_kv=LENGTHS,
     causal=CAUSAL,
-    tiles=st.sampled_from([(64, 64), (64, 128), (128, 64), (128, 128), (192, 64), (192, 128)]),
+    tiles=st.sampled_from(TILES),
     half=st.booleans(),
     sm_count=st.sampled_from([1, 2, 5, 132]),
 )
@@ -269,7 +270,7 @@ VALID_DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (24, 40), (256, 256), 
 @st.composite
 def calls(draw: Any) -> tuple[Problem, Config, int]:
     dim, dim_v = draw(st.sampled_from(VALID_DIMS))
-    ends = st.sampled_from([1, 2, 63, 64, 65, 127, 128, 129, 191, 193, 260])
+    ends = st.sampled_from([1, 2, 63, 64, 65, 127, 128, 129, 191, 193, 260, 330])
     heads_kv = draw(st.sampled_from([1, 2]))
     problem = problem_of(
         draw(ends),
@@ -324,6 +325,20 @@ def test_any_legal_problem_is_exact_and_ends(call: tuple[Problem, Config, int]):
         stepper.launch(q, k, v, o, lse, scale)
         assert_exact(o, lse, plain_attention(q, k, v, scale, problem.features.causal), v)
         assert stepper.counter[0] == 0
+
+
+@pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
+@pytest.mark.parametrize("boundary", ["finish", "overlap"])
+def test_four_groups_are_exact(causal: str, boundary: str):
+    problem = problem_of(330, 350, causal, heads=3, kv_heads=3, layout="aligned16")
+    output = "queries" if boundary == "overlap" else "tma"
+    knobs = flash_ws.Knobs(256, 64, 6, boundary, output=output)
+    assert why_invalid(problem, H200, Config("flash_ws", knobs)) is None
+    stepper = Stepper(render(problem, Config("flash_ws", knobs)), seed=7)
+    q, k, v = make_inputs(problem, torch.Generator().manual_seed(7))
+    o, lse = make_outputs(problem)
+    stepper.launch(q, k, v, o, lse, 0.2)
+    assert_exact(o, lse, plain_attention(q, k, v, 0.2, causal), v)
 
 
 @pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])

@@ -19,18 +19,21 @@ TEMPLATE = "flash_ws.py.j2"
 ROWS = 64  # of a consumer group: the rows of one wgmma
 PACKED_ROWS = 1024  # queries; above, tiles of one head are at least 0.94 full
 OTHER_REGISTERS = 32  # three groups with 24 left, D80 and 128 keys: every wgmma waits (Triton 3.6)
-SHORT_KEYS = 2048  # up to here, blocks of 64 keys or two groups win at D64
+SHORT_KEYS = 2048  # twice as many under a causal mask: up to here four groups win at D64
 TILE_SLOTS = 4  # claimed tiles that the producer may be ahead
 # Registers at launch and of a consumer, by groups. A producer keeps 24; together they fill the
-# 65536 of a multiprocessor (12 warps of 168 and 16 of 128; with one group two blocks share it).
-REGISTERS = {1: (128, 232), 2: (168, 240), 3: (128, 160)}
+# 65536 of a multiprocessor (12 warps of 168, 16 of 128 and 20 of 96; with one group two blocks
+# share it).
+REGISTERS = {1: (128, 232), 2: (168, 240), 3: (128, 160), 4: (96, 112)}
 
 
 @dataclass(frozen=True)
 class Knobs:
     """One warp-specialised kernel."""
 
-    block_m: int = knob(128, (64, 128, 192), "query rows of a tile, 64 for each consumer group")
+    block_m: int = knob(
+        128, (64, 128, 192, 256), "query rows of a tile, 64 for each consumer group"
+    )
     block_n: int = knob(128, (64, 128), "keys of a block")
     slots: int = knob(2, (2, 3, 4, 6), "blocks of K and of V in flight, each costs shared memory")
     boundary: str = knob(
@@ -267,50 +270,55 @@ def seeds(problem: Problem, target: Target) -> list[Knobs]:
 
 
 def _seeds(problem: Problem) -> list[Knobs]:
-    """What was best by head dim in benchmarks/results/h200_flash_ws_race2.json and _race3.json,
-    and neighbours."""
+    """What was best by head dim in benchmarks/results/h200_flash_ws_race2.json to _race4.json, and
+    neighbours."""
     causal = problem.features.causal != "none"
     wide = _width(problem.shape.head_dim) + _width(problem.shape.head_dim_v)
-    short = problem.shape.seq_kv <= SHORT_KEYS
     if wide <= 128:
+        four = _kept(Knobs(256, 64, 6, "finish"))
+        ahead = Knobs(256, 64, 6, "overlap", output="queries")
         long = _kept(Knobs(192, 128, 3, "finish", ping_pong=True))
-        three = Knobs(192, 64, 6, "finish", "registers")
         two = Knobs(128, 128, 4, "finish", "registers", half_diagonal=causal)
-        first = [three, two, long] if short else [long, three, two]
+        most_keys = SHORT_KEYS * (2 if causal else 1)
         return [
-            *first,
-            replace(two, output="stores"),
-            _kept(three),
+            *([four, long] if problem.shape.seq_kv <= most_keys else [long, four]),
+            ahead,
+            Knobs(192, 64, 6, "finish", "registers"),
+            replace(four, output="stores"),
+            two,
+            replace(four, slots=4),
             replace(long, rescale_tau=0.0),
-            replace(long, ping_pong=False),
             _kept(replace(two, ping_pong=True)),
             Knobs(64, 128, 2, "finish", output="stores"),
-            replace(three, boundary="overlap", output="stores"),
         ]
     if wide <= 320:
         three = _kept(Knobs(192, 64, 3, "finish"))
         half = replace(three, queries="half")
         late = replace(three, rescale="after_softmax")
         two = Knobs(128, 128, 2, half_diagonal=causal)
-        held = _kept(replace(two, boundary="finish", queries="registers", ping_pong=True))
+        firm = _kept(replace(two, boundary="finish", queries="half"))
+        held = replace(firm, queries="registers", ping_pong=True)
         return [
             three,
             late,
             two,
             replace(half, boundary="overlap", output="queries"),
+            firm,
+            replace(firm, queries="shared", ping_pong=True),
             held,
             replace(three, boundary="overlap", output="queries"),
             *([replace(three, section_mb=128)] if causal else []),
             half,
-            replace(two, ping_pong=True),
             Knobs(128, 64, 4, "finish", "registers", rescale_tau=8.0),
         ]
     best = _kept(Knobs(128, 64, 2, "finish", "half", output="stores"))
     shared = replace(best, queries="shared")
     return [
         best,
-        *([replace(best, section_mb=128)] if causal else [replace(best, claim="early")]),
         shared,
+        replace(shared, claim="early"),
+        replace(best, claim="early"),
+        *([replace(best, section_mb=128)] if causal else []),
         replace(shared, rescale="after_softmax"),
         replace(best, ping_pong=True),
         replace(best, rescale_tau=0.0),
