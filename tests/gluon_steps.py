@@ -333,6 +333,9 @@ def _assembly(text: str, letters: str, args: list[Any], *rest: Any) -> Any:
     if text.startswith("mov.b32 {$0"):
         (pair,) = args
         return pair.real, pair.imag
+    if ".approx.ftz.f32" in text:
+        (x,) = args
+        return (1.0 / x if text.startswith("rcp") else np.log2(x)).astype(np.float32).view(Array)
     if "vote.sync.any" in text:
         (alpha,) = args
         warps = (np.asarray(alpha) < 1.0).reshape(4, 16)

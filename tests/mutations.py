@@ -178,8 +178,8 @@ _WARP_SPECIALISED = [
     Mutation(
         "hidden row is NaN",
         WS_CORNER,
-        r"gl.where\(sums == 0.0, 0.0, ",
-        "gl.where(sums == 0.0, float('nan'), ",
+        r"gl.where\(l_rows == 0.0, 0.0, ",
+        "gl.where(l_rows == 0.0, float('nan'), ",
     ),
     Mutation(
         "hidden row not guarded",
@@ -187,7 +187,7 @@ _WARP_SPECIALISED = [
         r"m_i = gl.maximum\(gl.max\(s, 1\) \* scale_log2, LOWEST\)",
         "m_i = gl.max(s, 1) * scale_log2",
     ),
-    Mutation("sum not divided", WS, r"\(o \* \(1.0 / sums\)\)", "o"),
+    Mutation("sum not divided", WS, r"\(o \* scale\)", "o"),
     Mutation("rescale forgotten", WS, r"o = o \* gl.convert_layout\(alpha[^\n]*", "o = o"),
     Mutation("sums not rescaled", WS, r"l_i = l_i \* gl.convert_layout\(alpha[^\n]*", "l_i = l_i"),
     Mutation(

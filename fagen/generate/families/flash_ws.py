@@ -20,7 +20,7 @@ ROWS = 64  # of a consumer group: the rows of one wgmma
 PACKED_ROWS = 1024  # queries; above, tiles of one head are at least 0.94 full
 OTHER_REGISTERS = 32  # three groups with 24 left, D80 and 128 keys: every wgmma waits (Triton 3.6)
 SHORT_KEYS = 2048  # twice as many under a causal mask: up to here four groups win at D64
-TILE_SLOTS = 4  # claimed tiles that the producer may be ahead
+TILE_SLOTS = 4  # of claimed tiles: two more than Q has, so that none is handed back
 # Registers at launch and of a consumer, by groups. A producer keeps 24; together they fill the
 # 65536 of a multiprocessor (12 warps of 168, 16 of 128 and 20 of 96; with one group two blocks
 # share it).
@@ -123,8 +123,9 @@ def _groups(knobs: Knobs) -> int:
 
 
 def _q_slots(knobs: Knobs) -> int:
-    """A tile's, and the next one's where both are read at a time."""
-    twice = knobs.boundary == "overlap" and knobs.queries != "registers"
+    """A tile's, and the next one's where both are read at a time or O lies in this one's."""
+    twice = knobs.boundary == "overlap" or knobs.output == "queries"
+    twice = twice and knobs.queries != "registers"
     return _groups(knobs) * (2 if twice else 1)
 
 
@@ -210,12 +211,11 @@ CONSTRAINTS: tuple[Constraint, ...] = (
     ),
     Constraint(
         "output_fits_queries",
-        "O goes where Q lay only where it has Q's shape and the next Q lies elsewhere.",
+        "O goes where Q lay only where it has Q's shape and Q lies there to the end.",
         lambda p, t, k: (
             k.output != "queries"
             or (
-                k.boundary == "overlap"
-                and k.queries != "registers"
+                k.queries != "registers"
                 and parts(p.shape.head_dim) == parts(p.shape.head_dim_v)
             )
         ),
@@ -341,7 +341,6 @@ def context(problem: Problem, knobs: Knobs) -> dict[str, Any]:
         "tile_slots": TILE_SLOTS,
         # Of each ring its slots and who hands one back.
         "rings": [
-            ("tile", "TILE_SLOTS", "GROUPS"),
             ("q", "Q_SLOTS", 1),
             ("k", "SLOTS", "GROUPS"),
             ("v", "SLOTS", "GROUPS"),
