@@ -19,7 +19,9 @@ TEMPLATE = "flash_ws.py.j2"
 ROWS = 64  # of a consumer group: the rows of one wgmma
 PACKED_ROWS = 1024  # queries; above, tiles of one head are at least 0.94 full
 OTHER_REGISTERS = 32  # three groups with 24 left, D80 and 128 keys: every wgmma waits (Triton 3.6)
-SHORT_KEYS = 2048  # twice as many under a causal mask: up to here four groups win at D64
+# Up to here four groups win at D64, under a causal mask up to twice as many keys; up to half as many,
+# two groups in turns at D128 without one.
+SHORT_KEYS = 2048
 TILE_SLOTS = 4  # of claimed tiles: two more than Q has, so that none is handed back
 # Registers at launch and of a consumer, by groups. A producer keeps 24; together they fill the
 # 65536 of a multiprocessor (12 warps of 168, 16 of 128 and 20 of 96; with one group two blocks
@@ -275,41 +277,42 @@ def _seeds(problem: Problem) -> list[Knobs]:
     causal = problem.features.causal != "none"
     wide = _width(problem.shape.head_dim) + _width(problem.shape.head_dim_v)
     if wide <= 128:
-        four = _kept(Knobs(256, 64, 6, "finish"))
-        ahead = Knobs(256, 64, 6, "overlap", output="queries")
-        long = _kept(Knobs(192, 128, 3, "finish", ping_pong=True))
+        four = _kept(Knobs(256, 64, 6, "finish", output="queries"))
+        long = _kept(Knobs(192, 128, 3, "finish", ping_pong=True, output="queries"))
         two = Knobs(128, 128, 4, "finish", "registers", half_diagonal=causal)
         most_keys = SHORT_KEYS * (2 if causal else 1)
         return [
             *([four, long] if problem.shape.seq_kv <= most_keys else [long, four]),
-            ahead,
+            replace(long, output="tma"),
+            replace(four, output="tma"),
+            Knobs(256, 64, 6, "overlap", output="queries"),
             Knobs(192, 64, 6, "finish", "registers"),
-            replace(four, output="stores"),
             two,
             replace(four, slots=4),
-            replace(long, rescale_tau=0.0),
             _kept(replace(two, ping_pong=True)),
             Knobs(64, 128, 2, "finish", output="stores"),
         ]
     if wide <= 320:
         three = _kept(Knobs(192, 64, 3, "finish"))
-        half = replace(three, queries="half")
-        late = replace(three, rescale="after_softmax")
-        two = Knobs(128, 128, 2, half_diagonal=causal)
-        firm = _kept(replace(two, boundary="finish", queries="half"))
-        held = replace(firm, queries="registers", ping_pong=True)
+        left = replace(three, output="queries")
+        half = replace(left, queries="half")
+        two = _kept(Knobs(128, 128, 2, "finish", half_diagonal=causal))
+        turns = replace(two, ping_pong=True)
+        if causal:
+            first = [three, left]
+        else:
+            first = [turns, left] if problem.shape.seq_kv <= SHORT_KEYS // 2 else [left, turns]
         return [
-            three,
-            late,
-            two,
-            replace(half, boundary="overlap", output="queries"),
-            firm,
-            replace(firm, queries="shared", ping_pong=True),
-            held,
-            replace(three, boundary="overlap", output="queries"),
-            *([replace(three, section_mb=128)] if causal else []),
+            *first,
             half,
-            Knobs(128, 64, 4, "finish", "registers", rescale_tau=8.0),
+            replace(half, boundary="overlap"),
+            replace(two, queries="half"),
+            three if not causal else turns,
+            replace(turns, output="queries"),
+            Knobs(128, 128, 2, half_diagonal=causal),
+            replace(three, rescale="after_softmax"),
+            replace(turns, queries="registers"),
+            *([replace(three, section_mb=128)] if causal else []),
         ]
     best = _kept(Knobs(128, 64, 2, "finish", "half", output="stores"))
     shared = replace(best, queries="shared")
