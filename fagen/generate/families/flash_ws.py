@@ -318,9 +318,9 @@ def _seeds(problem: Problem) -> list[Knobs]:
     shared = replace(best, queries="shared")
     return [
         best,
-        shared,
-        replace(shared, claim="early"),
         replace(best, claim="early"),
+        replace(shared, claim="early"),
+        shared,
         *([replace(best, section_mb=128)] if causal else []),
         replace(shared, rescale="after_softmax"),
         replace(best, ping_pong=True),
