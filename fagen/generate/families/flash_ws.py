@@ -19,8 +19,8 @@ TEMPLATE = "flash_ws.py.j2"
 ROWS = 64  # of a consumer group: the rows of one wgmma
 PACKED_ROWS = 1024  # queries; above, tiles of one head are at least 0.94 full
 OTHER_REGISTERS = 32  # three groups with 24 left, D80 and 128 keys: every wgmma waits (Triton 3.6)
-# Up to here four groups win at D64, under a causal mask up to twice as many keys; up to half as many,
-# two groups in turns at D128 without one.
+# Up to here four groups win at D64, under a causal mask up to twice as many keys; up to half as
+# many, two groups in turns at D128 without one.
 SHORT_KEYS = 2048
 TILE_SLOTS = 4  # of claimed tiles: two more than Q has, so that none is handed back
 # Registers at launch and of a consumer, by groups. A producer keeps 24; together they fill the
