@@ -216,10 +216,7 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         "O goes where Q lay only where it has Q's shape and Q lies there to the end.",
         lambda p, t, k: (
             k.output != "queries"
-            or (
-                k.queries != "registers"
-                and parts(p.shape.head_dim) == parts(p.shape.head_dim_v)
-            )
+            or (k.queries != "registers" and parts(p.shape.head_dim) == parts(p.shape.head_dim_v))
         ),
     ),
     Constraint(
