@@ -142,6 +142,13 @@ def test_the_grid_has_a_block_for_each_place_or_tile(
     assert causal == "none" or numbers["end_row"] >= seq_q
 
 
+def test_a_slot_of_the_next_tiles_is_read_before_it_is_written_again():
+    """Writing one waits for Q of the tile before, so for Q of one or two before that."""
+    for knobs in EVERY:
+        tiles_ahead = flash_ws._q_slots(knobs) // flash_ws._groups(knobs)
+        assert tiles_ahead + 1 <= flash_ws.TILE_SLOTS
+
+
 @given(
     seq=st.integers(1, 40_000),
     heads=st.sampled_from([1, 4, 16, 100, 1024]),

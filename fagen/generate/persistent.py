@@ -29,7 +29,9 @@ ISSUE_CYCLES = 3.19  # from one instruction of a warp to its next, while the sof
 NARROW_KEYS = 3.0  # a product over n keys runs at n / (n + this) of its rate
 CROWDED = 0.59  # by a third group on the same schedulers
 NARROW_TURNS = 1.065  # with 64 keys, turns that end when the products are done come too late
-TILE_CYCLES = 2700.0  # what a tile costs beside its blocks (3140 fitted, before it was less code)
+# What a tile costs beside its blocks. 3140 fitted; less, as it is less code now, by the means of
+# benchmarks/results/h200_flash_ws_race4.json.
+TILE_CYCLES = 2700.0
 STORES_CYCLES = 490.0  # and where it is stored row by row
 # Of the rescale's instructions: under QK^T, with a threshold, with one after the softmax.
 OVER, KEPT, KEPT_LATE = 3.95, 0.2, 1.41
