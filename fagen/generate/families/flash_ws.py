@@ -295,16 +295,18 @@ def _seeds(problem: Problem) -> list[Knobs]:
         half = replace(left, queries="half")
         two = _kept(Knobs(128, 128, 2, "finish", half_diagonal=causal))
         turns = replace(two, ping_pong=True)
+        deep = replace(left, slots=4)
         if causal:
-            first = [three, left]
+            first, later = [deep, three], [left]
         else:
-            first = [turns, left] if problem.shape.seq_kv <= SHORT_KEYS // 2 else [left, turns]
+            short = problem.shape.seq_kv <= SHORT_KEYS // 2
+            first, later = [turns, left] if short else [left, turns], [deep, three]
         return [
             *first,
             half,
             replace(half, boundary="overlap"),
             replace(two, queries="half"),
-            three if not causal else turns,
+            *later,
             replace(turns, output="queries"),
             Knobs(128, 128, 2, half_diagonal=causal),
             replace(three, rescale="after_softmax"),
