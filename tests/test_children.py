@@ -277,6 +277,19 @@ def test_build_processes_are_there_before_their_first_job() -> None:
     assert all(pid is not None and gone(pid) for pid in pids)
 
 
+def test_a_program_is_built_once_however_often_it_is_submitted() -> None:
+    pool = BuildPool(TARGET, 1)
+    stub = StubChild(BuildReply(built_fake(full_space().configs[0])), BuildReply(None))
+    pool._idle.get()
+    pool._idle.put(stub)  # type: ignore[arg-type]
+    one, other = programs(2)
+    first, again, second = pool.submit(one), pool.submit(one), pool.submit(other)
+    assert first.result(10) is again.result(10)
+    assert second.result(10).built is None
+    pool.close()
+    assert len(stub.jobs) == 2
+
+
 def test_a_folder_that_can_not_be_written_is_no_candidates_fault() -> None:
     pool = BuildPool(TARGET, 1)
     stub = StubChild(

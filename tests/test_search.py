@@ -12,9 +12,9 @@ import pytest
 
 from fagen.config import Config
 from fagen.generate.families.base import every_choice, knob
-from fagen.generate.space import SearchSpace
+from fagen.generate.space import SearchSpace, seeds_of
 from fagen.tune.search import VALUES_TIMED, Search
-from fagen.tune.seeding import starting_points
+from fagen.tune.seeding import in_any_case, starting_points
 from fakes import PROBLEM, TARGET, formula_us, full_space, small_space, space_of
 
 
@@ -209,6 +209,16 @@ def test_a_lone_tile_shape_is_found_though_the_estimate_knows_nothing_of_it() ->
         given = starting_points(space, formula_us, [], [])
         search = Search(space, seed, trials=128, seeds=given, prior=formula_us)
         assert min(map(us, played(search, 128, us))) <= 1.02 * best
+
+
+def test_what_is_built_ahead_is_what_a_run_starts_from() -> None:
+    space = full_space()
+    ahead = in_any_case(seeds_of(space.problem, space.target))
+    assert seeds_of(space.problem, space.target) == space.seeds
+    assert len(ahead) >= 6 and {c.family for c in ahead} == {c.family for c in space.seeds}
+    neighbours = [c for c in space.configs if c not in ahead][:4]
+    first = starting_points(space, formula_us, [], neighbours)[: 4 + len(ahead)]
+    assert set(ahead) < set(first)
 
 
 def test_optuna_says_nothing_and_keeps_the_users_verbosity(

@@ -27,7 +27,6 @@ class SearchSpace:
     @classmethod
     def of(cls, problem: Problem, target: Target) -> SearchSpace:
         configs: list[Config] = []
-        seeds: list[Config] = []
         cuts: Counter[tuple[str, str]] = Counter()
         for family in FAMILIES.values():
             unsupported = family.why_unsupported(problem, target)
@@ -40,11 +39,14 @@ class SearchSpace:
                     configs.append(Config(family.NAME, knobs))
                 else:
                     cuts[family.NAME, broken] += 1
-            for knobs in family.seeds(problem, target):
-                seed = Config(family.NAME, knobs)
-                if why_invalid(problem, target, seed) is None and seed not in seeds:
-                    seeds.append(seed)
-        return cls(problem, target, tuple(configs), tuple(seeds), dict(cuts))
+        return cls(problem, target, tuple(configs), seeds_of(problem, target), dict(cuts))
+
+
+def seeds_of(problem: Problem, target: Target) -> tuple[Config, ...]:
+    """Valid configs to try first, the default at the front; known long before the whole space."""
+    supported = [f for f in FAMILIES.values() if f.why_unsupported(problem, target) is None]
+    seeds = (Config(f.NAME, knobs) for f in supported for knobs in f.seeds(problem, target))
+    return tuple(dict.fromkeys(s for s in seeds if why_invalid(problem, target, s) is None))
 
 
 def _broken(family: base.Family, problem: Problem, target: Target, knobs: object) -> str | None:

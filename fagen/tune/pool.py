@@ -36,6 +36,7 @@ class BuildPool:
         self._target = target
         self._limit_s = limit_s
         self._threads = ThreadPoolExecutor(size, thread_name_prefix="fagen-build")
+        self._futures: dict[str, Future[BuildReply]] = {}  # by the program's key
         self._children = [Child("build") for _ in range(size)]
         self._idle: queue.LifoQueue[Child] = queue.LifoQueue()  # the warm ones first
         for child in self._children:
@@ -48,7 +49,10 @@ class BuildPool:
             self._threads.submit(_start, child)
 
     def submit(self, program: Program) -> Future[BuildReply]:
-        return self._threads.submit(self._build, program)
+        """The program's build, under way or done if it was submitted before."""
+        if program.key not in self._futures:
+            self._futures[program.key] = self._threads.submit(self._build, program)
+        return self._futures[program.key]
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

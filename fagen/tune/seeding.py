@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -43,10 +43,15 @@ def starting_points(
     ranked = sorted(space.configs, key=model)
     favourites = spread_out(ranked, FROM_MODEL)
     shapes = best_of_each(ranked, FROM_SHAPES)
-    firsts = {config.family: config for config in reversed(space.seeds)}.values()
-    own = space.seeds[:FROM_SPACE]
-    chosen = [*space.seeds[:1], *near, *predicted, *own, *firsts, *favourites, *shapes]
+    own = in_any_case(space.seeds)
+    chosen = [*space.seeds[:1], *near, *predicted, *own, *favourites, *shapes]
     return list(dict.fromkeys(chosen))
+
+
+def in_any_case(seeds: Sequence[Config]) -> list[Config]:
+    """Of the space's seeds those that a run starts from whatever is known."""
+    firsts = {config.family: config for config in reversed(seeds)}.values()
+    return list(dict.fromkeys([*seeds[:FROM_SPACE], *firsts]))
 
 
 def spread_out(ranked: Iterable[Config], count: int) -> list[Config]:
