@@ -300,7 +300,7 @@ def _seeds(problem: Problem) -> list[Knobs]:
             first, later = [deep, three], [left]
         else:
             short = problem.shape.seq_kv <= SHORT_KEYS // 2
-            first, later = [turns, left] if short else [left, turns], [deep, three]
+            first, later = [turns, left] if short else [left, turns], [deep]
         return [
             *first,
             half,
