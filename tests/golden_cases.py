@@ -95,6 +95,10 @@ CASES: list[tuple[Problem, Config]] = [
             rescale="under_scores",
         ),
     ),
+    (
+        make_problem(4096, 96),
+        _flash_ws(block_m=192, boundary="finish", rescale_tau=8.0, in_flight=1),
+    ),
     (_CORNER_96, _flash_ws(output="queries", claim="early")),
     (
         make_problem(4096, 256),

@@ -78,6 +78,12 @@ class Knobs:
     pack_heads: bool = knob(
         False, (False, True), "a tile's rows are queries of all heads that share keys"
     )
+    in_flight: int = knob(
+        2,
+        (2, 1),
+        "products of a group at a time: QK^T of a block and PV of the one before, or one of them, "
+        "in fewer registers",
+    )
 
 
 class Part(NamedTuple):
@@ -133,10 +139,19 @@ def _q_slots(knobs: Knobs) -> int:
 
 def _registers(problem: Problem, knobs: Knobs) -> float:
     """Of a consumer thread: O, the scores, the held probabilities and Q (compiled without Q: 184
-    at D128 and block_n 128, 135 at block_n 64, 200 at D256 and block_n 64)."""
+    at D128 and block_n 128, 135 at block_n 64, 200 at D256 and block_n 64). With one product in
+    flight the probabilities take the place of the scores."""
     held = {"shared": 0.0, "half": 0.25, "registers": 0.5}[knobs.queries]
-    words = _width(problem.shape.head_dim_v) + 1.5 * knobs.block_n
+    blocks = 1.0 if knobs.in_flight == 1 else 1.5
+    words = _width(problem.shape.head_dim_v) + blocks * knobs.block_n
     return (words + held * _width(problem.shape.head_dim)) / 2
+
+
+def _fits_registers(problem: Problem, knobs: Knobs) -> bool:
+    groups = _groups(knobs)
+    # One group is compiled within the 128 registers of the launch, not those it gets later.
+    most = REGISTERS[3 if groups == 1 else groups][1]
+    return _registers(problem, knobs) + OTHER_REGISTERS <= most
 
 
 def _align(knobs: Knobs, pack: int) -> int:
@@ -234,10 +249,26 @@ CONSTRAINTS: tuple[Constraint, ...] = (
     Constraint(
         "registers",
         "{block_n} keys, O, and Q in {queries}, don't fit the registers of a group.",
-        # One group is compiled within the 128 registers of the launch, not those it gets later.
+        lambda p, t, k: _fits_registers(p, k),
+    ),
+    Constraint(
+        "one_in_flight_is_a_last_resort",
+        # At D128 one alone is 9 % slower to 1 % faster than two (docs/flash_ws.md).
+        "One product at a time is for O of up to 96 columns, where two don't fit the registers.",
         lambda p, t, k: (
-            _registers(p, k) + OTHER_REGISTERS
-            <= (REGISTERS[3][1] if _groups(k) < 2 else REGISTERS[_groups(k)][1])
+            k.in_flight == 2
+            or (
+                _width(p.shape.head_dim_v) <= 96
+                and not _fits_registers(p, replace(k, in_flight=2))
+            )
+        ),
+    ),
+    Constraint(
+        "one_in_flight_stands_alone",
+        "One product at a time is in no turn, and over before the next tile or rescaling begins.",
+        lambda p, t, k: (
+            k.in_flight == 2
+            or (not k.ping_pong and k.boundary == "finish" and k.rescale == "after_softmax")
         ),
     ),
     Constraint(
@@ -272,6 +303,7 @@ def _seeds(problem: Problem) -> list[Knobs]:
     """What was best by head dim in benchmarks/results/h200_flash_ws_race2.json to _race4.json, and
     neighbours."""
     causal = problem.features.causal != "none"
+    seq_q, seq_kv = problem.shape.seq_q, problem.shape.seq_kv
     wide = _width(problem.shape.head_dim) + _width(problem.shape.head_dim_v)
     if wide <= 128:
         four = _kept(Knobs(256, 64, 6, "finish", output="queries"))
@@ -279,7 +311,7 @@ def _seeds(problem: Problem) -> list[Knobs]:
         two = Knobs(128, 128, 4, "finish", "registers", half_diagonal=causal)
         most_keys = SHORT_KEYS * (2 if causal else 1)
         return [
-            *([four, long] if problem.shape.seq_kv <= most_keys else [long, four]),
+            *([four, long] if seq_kv <= most_keys else [long, four]),
             replace(long, output="tma"),
             replace(four, output="tma"),
             Knobs(256, 64, 6, "overlap", output="queries"),
@@ -296,11 +328,16 @@ def _seeds(problem: Problem) -> list[Knobs]:
         two = _kept(Knobs(128, 128, 2, "finish", half_diagonal=causal))
         turns = replace(two, ping_pong=True)
         deep = replace(left, slots=4)
-        if causal:
+        if causal and seq_q * 2 > seq_kv:
             first, later = [deep, three], [left]
+        elif causal:
+            first, later = [replace(turns, output="stores", section_mb=32), turns], [deep]
         else:
-            short = problem.shape.seq_kv <= SHORT_KEYS // 2
+            short = seq_kv <= SHORT_KEYS // 2
             first, later = [turns, left] if short else [left, turns], [deep]
+        if wide <= 224:
+            alone = Knobs(192, 128, 2, "finish", rescale_tau=8.0, in_flight=1)
+            first.insert(len(first) if causal else 0, alone)
         return [
             *first,
             half,
@@ -429,7 +466,7 @@ def scalars(problem: Problem, knobs: Knobs, sizes: Sizes, sm_count: int) -> dict
         packed["group"],
         sizes.seq_kv * row_bytes,
         knobs.section_mb * 10**6,
-        last=cdiv(order.LAST_WAVES * sm_count, tiles_m),
+        last=order.last_heads(tiles_m, sizes.seq_q / max(1, sizes.seq_q + shift), sm_count),
     )
     return {
         **packed,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from heapq import heappop, heappush
+from math import ceil
 
 from fagen.generate.families.tiling import cdiv
 
@@ -13,8 +14,9 @@ from fagen.generate.families.tiling import cdiv
 SHORT_TILE = 0.9
 # Short tiles for each multiprocessor, about the most: more have nothing left to even out.
 SHORT_WAVES = 8
-# Tiles of the last section, for each multiprocessor: one head's longest tile begins too late.
-# Reasoned, not measured.
+# Tiles of the last section, for each multiprocessor, where they are from long to none: one head's
+# longest tile begins too late. 1 is 3 to 6 % slower, 2 0.2 to 1.2 %, 8 0.2 to 4 % (one H200,
+# benchmarks/results/h200_flash_ws_race5.json).
 LAST_WAVES = 4
 
 
@@ -53,6 +55,16 @@ def ends(talls: int, shorts: int, places: int) -> float:
         shorts -= taken
         end = max(end, time + SHORT_TILE)
     return end + waves * SHORT_TILE
+
+
+def last_heads(tiles_m: int, spread: float, places: int) -> int:
+    """How many heads the last section has at least.
+
+    spread: what the shortest tile of a head lacks to the longest, as a share of it, or more. Tiles
+    nearly alike end together anyway: one section of all 64 heads of 1024 queries at the end of
+    8192 keys is four passes over keys that L2 can't hold.
+    """
+    return cdiv(ceil(LAST_WAVES * min(1.0, spread) * places), tiles_m)
 
 
 def sections(
