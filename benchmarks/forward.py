@@ -276,7 +276,9 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
         options.peers = backends_named(named)
     except FagenError as error:
         parser.error(str(error))
-    options.words = list(words)
+    # Where files lie is nobody's business.
+    files = (options.db, str(options.out))
+    options.words = [Path(word).name if word in files else word for word in words]
     return options
 
 

@@ -1,4 +1,5 @@
-"""Writes docs/configuration.md and docs/commands.md from the code that they describe.
+"""Writes docs/configuration.md and docs/commands.md from the code that they describe, and
+docs/measured.md and a table of README.md from benchmarks/results.
 
 python docs/generate.py           write them
 python docs/generate.py --check   say which one differs, and exit with 1
@@ -6,10 +7,13 @@ python docs/generate.py --check   say which one differs, and exit with 1
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import Field, fields
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import click
@@ -19,6 +23,9 @@ from fagen.cli.main import cli
 from fagen.generate.families import FAMILIES
 
 DOCS = Path(__file__).resolve().parent
+README = DOCS.parent / "README.md"
+RESULTS = DOCS.parent / "benchmarks/results"
+TABLE = re.compile("(?<=<!-- measured -->\n).*?(?=<!-- end of measured -->)", re.DOTALL)
 NOTE = "<!-- Written by docs/generate.py. Change the code, then run: make docs -->"
 WIDTH = 88
 
@@ -55,8 +62,87 @@ def commands() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def measured() -> str:
+    """Every cell that was raced with the other libraries."""
+    parts = [
+        "# Measured",
+        NOTE,
+        "Kernel times (CUDA graph, inputs rotated past L2) of what `fagen tune --trials 14` found "
+        "in about 25 seconds a shape, in interleaved races with cuDNN through torch, "
+        "FlashAttention-2 (torch's), and FlashAttention-3; where a peer is missing in a shape, "
+        "the file says why. "
+        "`faster` is the best peer's time over fagen's, in the median of rounds, with the 20th "
+        "and the 80th percentile. Call times are of one eager call, host included. Every sample "
+        "is in the file: [results](../benchmarks/README.md).",
+    ]
+    for path in sorted(RESULTS.glob("*-forward*.json")):
+        found = json.loads(path.read_text("utf-8"))
+        device, versions = found["device"], found["versions"]
+        rows = [_measured_row(cell) for cell in found["cells"]]
+        mean = geometric_mean(cell["times_best_peer"][0] for cell in found["cells"])
+        parts += [
+            f"## {path.name}",
+            f"{device['name']}, torch {versions['torch']}, Triton {versions['triton']}, "
+            f"{found['date'][:10]}, commit {found['commit']['id']}. "
+            f"Geometric mean of {len(rows)}: {mean:.3f}.",
+            _table(
+                ["shape", "fagen us", "TFLOP/s", "best peer", "its us", "faster", "call us, both"],
+                rows,
+            ),
+        ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _measured_row(cell: dict[str, Any]) -> list[str]:
+    best, us = cell["best_peer"], cell["kernel_us"]["fagen"]
+    middle, low, high = cell["times_best_peer"]
+    calls = cell["call_us"]
+    return [
+        cell["problem"]["text"].removeprefix("forward "),
+        f"{us:.1f}",
+        f"{cell['problem']['flops'] / us * 1e-6:.0f}",
+        best,
+        f"{cell['kernel_us'][best]:.1f}",
+        f"{middle:.3f} ({min(low, high):.3f} to {max(low, high):.3f})",
+        f"{calls['fagen']:.0f}, {calls[best]:.0f}",
+    ]
+
+
+def readme() -> str:
+    """README.md with the ratios of grid G as a table, and the other cells in words."""
+    files = sorted(RESULTS.glob("h200-forward*.json"))
+    cells = [c for path in files for c in json.loads(path.read_text("utf-8"))["cells"]]
+    ratios = {c["problem"]["text"]: c["times_best_peer"][0] for c in cells}
+    grid, lengths = {}, []
+    for text in list(ratios):
+        shape = re.fullmatch(r"forward bf16 B(\d+) H(\d+) N(\d+) D(\d+) (full|causal)", text)
+        batch, heads, n, dim = map(int, shape.groups()[:4]) if shape else (0, 0, 0, 0)
+        if shape and (batch * n, heads * dim) == (16384, 2048):
+            grid[n, dim, shape[5]] = ratios.pop(text)
+            lengths.append(n)
+    columns = [(dim, mask) for dim in (64, 128, 256) for mask in ("full", "causal")]
+    rows = [
+        [f"N{n}", *(f"{grid[n, *column]:.3f}" for column in columns)] for n in sorted(set(lengths))
+    ]
+    under = [(text, ratio) for text, ratio in [*grid.items(), *ratios.items()] if ratio < 1]
+    named = ", ".join(f"{text} {ratio:.3f}" for text, ratio in under)
+    table = _table(["", *(f"D{dim} {mask}" for dim, mask in columns)], rows)
+    said = (
+        f"Geometric mean of these {len(grid)}: {geometric_mean(grid.values()):.3f}. "
+        f"Of {len(ratios)} other shapes (grouped heads, D96, D192/128, fp16, ragged and unequal "
+        f"lengths): {geometric_mean(ratios.values()):.3f}. "
+        f"Under 1.00, where a peer is faster: {named or 'none'}."
+    )
+    return TABLE.sub(lambda _: f"\n{table}\n\n{said}\n", README.read_text("utf-8"))
+
+
 def pages() -> dict[Path, str]:
-    return {DOCS / "configuration.md": configuration(), DOCS / "commands.md": commands()}
+    return {
+        DOCS / "configuration.md": configuration(),
+        DOCS / "commands.md": commands(),
+        DOCS / "measured.md": measured(),
+        README: readme(),
+    }
 
 
 def differing() -> list[str]:
@@ -114,11 +200,11 @@ def _cell(text: str) -> str:
 def main() -> int:
     if "--check" in sys.argv[1:]:
         stale = differing()
-        print("\n".join(f"docs/{name} is out of date. Run: make docs" for name in stale))
+        print("\n".join(f"{name} is out of date. Run: make docs" for name in stale))
         return 1 if stale else 0
     for path, text in pages().items():
         path.write_text(text, encoding="utf-8")
-        print(f"wrote docs/{path.name}")
+        print(f"wrote {path.relative_to(DOCS.parent)}")
     return 0
 
 

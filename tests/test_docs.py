@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import shlex
 from pathlib import Path
@@ -35,7 +36,24 @@ def test_a_page_that_differs_is_named(
     monkeypatch.setattr(generator, "DOCS", tmp_path)
     (tmp_path / "configuration.md").write_text(generator.configuration(), encoding="utf-8")
     (tmp_path / "commands.md").write_text(generator.commands() + "\n", encoding="utf-8")
+    (tmp_path / "measured.md").write_text(generator.measured(), encoding="utf-8")
     assert generator.differing() == ["commands.md"]
+
+
+def test_a_result_that_changes_changes_the_tables(
+    generator: ModuleType, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "h200-forward-full.json"
+    text = (root / "benchmarks/results" / name).read_text(encoding="utf-8")
+    found = json.loads(text)
+    for cell in found["cells"]:
+        cell["times_best_peer"] = [0.5, 0.5, 0.5]
+    for path in (root / "benchmarks/results").glob("h200-forward*.json"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / name).write_text(json.dumps(found), encoding="utf-8")
+    monkeypatch.setattr(generator, "RESULTS", tmp_path)
+    assert generator.differing() == ["measured.md", "README.md"]
+    assert generator.readme().count(" 0.500 |") == 18
 
 
 def test_there_are_at_most_eight_variables_and_no_other_is_read(root: Path) -> None:

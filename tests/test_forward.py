@@ -105,6 +105,7 @@ def test_a_file_says_what_ran_and_every_cell_has_its_samples(
     assert found["device"]["name"] == "NVIDIA H200"
     assert found["commit"] == {"id": "abc", "clean": True, "how": found["commit"]["how"]}
     assert found["command"].startswith("python benchmarks/forward.py --grid call")
+    assert str(out) not in found["command"] and f"--out {out.name}" in found["command"]
     assert (found["l2"], found["policy"]["rounds"]) == ("rotate", 11)
     assert set(found["versions"]) == {"fagen", "torch", "cuda", "triton", "ptxas", "python"}
     full, causal = found["cells"]
