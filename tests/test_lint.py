@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,15 @@ def test_spills_inside_a_loop_of_products_are_found() -> None:
     spill = "STL.64 [R1], R2"
     assert "spills 8 bytes in a loop" in findings_in(loop(QK + ", gsb0", WAIT, spill))
     assert not any("spills" in note for note in findings_in(code(QK, "@P0 BRA 0x100", spill)))
+
+
+def test_a_loop_that_copies_registers_is_found() -> None:
+    moves = ["MOV R1, R2", "IMAD.MOV.U32 R3, RZ, RZ, R4"]
+    notes = findings_in(loop(QK + ", gsb0", WAIT, *moves))
+    assert any(re.fullmatch(r"2 of \d+ instructions of a loop are moves", n) for n in notes)
+    others = ["IMAD.IADD R1, R2, 1, R3"] * 20
+    assert not any("moves" in n for n in findings_in(loop(QK + ", gsb0", WAIT, *moves, *others)))
+    assert not any("moves" in n for n in findings_in(code(*moves * 9)))
 
 
 def test_a_wait_after_every_wgmma_is_found_and_a_few_waits_are_not() -> None:

@@ -144,15 +144,22 @@ def load_module(program: Program) -> ModuleType:
     return module
 
 
+def _below_header(source: str) -> str:
+    return source.split('"""', 2)[-1]
+
+
 def write_module(program: Program) -> Path:
     """The module's file, written in one step. A file that holds other text is put right."""
     folder = settings.kernel_dir() / program.key[:2]
     path = folder / f"{program.name}.py"
     try:
         if path.exists():
-            if path.read_text(encoding="utf-8") == program.source:
+            held = path.read_text(encoding="utf-8")
+            if held == program.source:
                 return path
-            log.warning("%s was changed or cut short; it is written again", path)
+            # Another version of fagen may say other words above the same text.
+            if _below_header(held) != _below_header(program.source):
+                log.warning("%s was changed or cut short; it is written again", path)
         folder.mkdir(mode=0o700, exist_ok=True)
         with tempfile.NamedTemporaryFile(
             "w", dir=folder, suffix=".tmp", delete=False, encoding="utf-8"

@@ -55,6 +55,11 @@ class Instruction:
         return int(self.operands.split(",")[1], 16)
 
     @property
+    def is_move(self) -> bool:
+        """From one register to another, or a constant to one."""
+        return self.name == "MOV" or self.name.startswith(("MOV.", "IMAD.MOV"))
+
+    @property
     def local_bytes(self) -> int:
         """Bytes a thread that a spill's store or load moves; 0 for every other instruction."""
         name, *suffixes = self.name.split(".")
