@@ -19,7 +19,7 @@ from fagen.generate.families import flash_ws, order
 from fagen.generate.families.base import every_choice
 from fagen.generate.program import Program, Sizes
 from fagen.generate.render import render
-from fagen.generate.space import why_invalid
+from fagen.generate.space import seeds_of, why_invalid
 from fagen.judge.verify import Gate
 from fagen.outcome import Verdict
 from fagen.problem import ITEM_BYTES, Problem, make_problem
@@ -267,6 +267,18 @@ def test_half_a_block_is_not_enough_with_more_rows_than_keys():
     wrong = ((lse - right).abs() > 0.1)[0, 0]
     assert wrong[128:192].all()
     assert not wrong[:128].any() and not wrong[192:].any()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dims", [(d, d) for d in range(16, 257, 16)] + [(192, 128), (64, 128)])
+def test_the_default_on_hopper_is_warp_specialised_for_every_head_size(
+    dims: tuple[int, int], causal: bool
+):
+    """Portable kernels take twice as long: at D192/128 the default was one."""
+    problem = make_problem(4096, dims[0], head_dim_v=dims[1], causal=causal)
+    default = seeds_of(problem, H200)[0]
+    assert default.family == "flash_ws"
+    assert why_invalid(problem, H200, default) is None
 
 
 # Whole kernels

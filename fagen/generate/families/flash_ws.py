@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from typing import Any, NamedTuple
 
 from fagen.generate.families import order
@@ -293,10 +294,21 @@ def why_unsupported(problem: Problem, target: Target) -> str | None:
 
 def seeds(problem: Problem, target: Target) -> list[Knobs]:
     chosen = _seeds(problem)
-    if problem.shape.seq_q > PACKED_ROWS // 4:
-        return chosen
-    packed = [replace(k, pack_heads=True, half_diagonal=False) for k in chosen]
-    return [k for pair in zip(packed, chosen, strict=True) for k in pair]
+    if problem.shape.seq_q <= PACKED_ROWS // 4:
+        packed = [replace(k, pack_heads=True, half_diagonal=False) for k in chosen]
+        chosen = [k for pair in zip(packed, chosen, strict=True) for k in pair]
+    return [_fitted(problem, target, k) for k in chosen]
+
+
+def _fitted(problem: Problem, target: Target, knobs: Knobs) -> Knobs:
+    """The same where it is valid, or else with O elsewhere or in fewer slots: D192 with values of
+    128 columns has no room for what is best at D128."""
+    less = [slots for slots in (6, 4, 3, 2) if slots <= knobs.slots]
+    for slots, output in product(less, (knobs.output, "tma", "stores")):
+        smaller = replace(knobs, slots=slots, output=output)
+        if all(rule.holds(problem, target, smaller) for rule in CONSTRAINTS):
+            return smaller
+    return knobs
 
 
 def _seeds(problem: Problem) -> list[Knobs]:
