@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -41,6 +42,7 @@ SCHEMA = 1  # of the file; a field that changes its meaning raises it
 TOKENS, HIDDEN = 16384, 2048  # of a cell of G: batch * length and heads * head size
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 MASKS = (False, True)
+FILES = ("--db", "--out")
 PEERS = ("auto", "cudnn", "flash", "fa3")
 POLICY, ROUNDS = MeasurePolicy(), 11  # a cell of five contestants takes 3 s
 
@@ -276,10 +278,16 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
         options.peers = backends_named(named)
     except FagenError as error:
         parser.error(str(error))
-    # Where files lie is nobody's business.
-    files = (options.db, str(options.out))
-    options.words = [Path(word).name if word in files else word for word in words]
+    options.words = [_without_folder(word, before) for before, word in pairwise(["", *words])]
     return options
+
+
+def _without_folder(word: str, before: str) -> str:
+    """Where files lie is nobody's business."""
+    option, equals, value = word.rpartition("=")
+    if before in FILES:
+        return Path(word).name
+    return option + equals + Path(value).name if option in FILES else word
 
 
 if __name__ == "__main__":

@@ -39,7 +39,9 @@ def configuration() -> str:
         _table(["variable", "meaning"], [[f"`{k}`", v] for k, v in settings.VARIABLES.items()]),
         "## Kernel families and their knobs",
         "`fagen tune` searches over these. A config that breaks a rule is never built; "
-        "`fagen why` says which rule.",
+        "`fagen tune` counts what each rule cut. The default that is served and raced for a shape "
+        "is the first of its family's seeds; the values of this column are those of a config that "
+        "names no others.",
     ]
     for family in FAMILIES.values():
         knobs = [_knob_row(knob) for knob in fields(family.Knobs)]
@@ -69,34 +71,47 @@ def measured() -> str:
         NOTE,
         "Kernel times (CUDA graph, inputs rotated past L2) of what `fagen tune --trials 14` found "
         "in about 25 seconds a shape, in interleaved races with cuDNN through torch, "
-        "FlashAttention-2 (torch's), and FlashAttention-3; where a peer is missing in a shape, "
-        "the file says why. "
-        "`faster` is the best peer's time over fagen's, in the median of rounds, with the 20th "
-        "and the 80th percentile. Call times are of one eager call, host included. Every sample "
-        "is in the file: [results](../benchmarks/README.md).",
+        "FlashAttention-2 (torch's), and FlashAttention-3; `sdpa-auto` is what torch chooses by "
+        "itself. `faster` is the best peer's time over fagen's, in the median of rounds, with the "
+        "20th and the 80th percentile. Call times are of one eager call, host included: fagen's, "
+        "and that of the peer whose call is fastest. A peer that is missing can't run the shape; "
+        "the file says why. Every sample is in the file: [results](../benchmarks/README.md).",
     ]
     for path in sorted(RESULTS.glob("*-forward*.json")):
         found = json.loads(path.read_text("utf-8"))
         device, versions = found["device"], found["versions"]
-        rows = [_measured_row(cell) for cell in found["cells"]]
-        mean = geometric_mean(cell["times_best_peer"][0] for cell in found["cells"])
+        cells = _raced(found)
+        if not cells:
+            continue
+        rows = [_measured_row(cell) for cell in cells]
+        mean = geometric_mean(cell["times_best_peer"][0] for cell in cells)
         parts += [
             f"## {path.name}",
             f"{device['name']}, torch {versions['torch']}, Triton {versions['triton']}, "
             f"{found['date'][:10]}, commit {found['commit']['id']}. "
             f"Geometric mean of {len(rows)}: {mean:.3f}.",
             _table(
-                ["shape", "fagen us", "TFLOP/s", "best peer", "its us", "faster", "call us, both"],
+                [
+                    *("shape", "fagen us", "TFLOP/s", "best peer", "its us", "faster"),
+                    *("call us", "best peer's", "missing"),
+                ],
                 rows,
             ),
         ]
     return "\n\n".join(parts) + "\n"
 
 
+def _raced(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """Cells in which fagen and a peer ran."""
+    return [cell for cell in found["cells"] if cell["times_best_peer"] is not None]
+
+
 def _measured_row(cell: dict[str, Any]) -> list[str]:
     best, us = cell["best_peer"], cell["kernel_us"]["fagen"]
     middle, low, high = cell["times_best_peer"]
     calls = cell["call_us"]
+    others = [time for name, time in calls.items() if name != "fagen"]
+    missing = ", ".join(name.split(" ")[0] for name in cell["missing"])
     return [
         cell["problem"]["text"].removeprefix("forward "),
         f"{us:.1f}",
@@ -104,14 +119,26 @@ def _measured_row(cell: dict[str, Any]) -> list[str]:
         best,
         f"{cell['kernel_us'][best]:.1f}",
         f"{middle:.3f} ({min(low, high):.3f} to {max(low, high):.3f})",
-        f"{calls['fagen']:.0f}, {calls[best]:.0f}",
+        f"{calls['fagen']:.0f}",
+        f"{min(others):.0f}",
+        missing or "-",
     ]
+
+
+def _three(ratio: float | None) -> str:
+    """With three digits; what is below 1 is not shown as 1."""
+    return "-" if ratio is None else f"{min(ratio, 0.999) if ratio < 1 else ratio:.3f}"
+
+
+def _mean_without(ratios: dict[str, float], lacks: list[dict[str, Any]]) -> float:
+    named = {cell["problem"]["text"] for cell in lacks}
+    return geometric_mean(ratio for text, ratio in ratios.items() if text not in named)
 
 
 def readme() -> str:
     """README.md with the ratios of grid G as a table, and the other cells in words."""
     files = sorted(RESULTS.glob("h200-forward*.json"))
-    cells = [c for path in files for c in json.loads(path.read_text("utf-8"))["cells"]]
+    cells = [c for path in files for c in _raced(json.loads(path.read_text("utf-8")))]
     ratios = {c["problem"]["text"]: c["times_best_peer"][0] for c in cells}
     grid, lengths = {}, []
     for text in list(ratios):
@@ -120,17 +147,21 @@ def readme() -> str:
         if shape and (batch * n, heads * dim) == (16384, 2048):
             grid[n, dim, shape[5]] = ratios.pop(text)
             lengths.append(n)
+    lacks = [c for c in cells if any(name.startswith("fa3") for name in c["missing"])]
     columns = [(dim, mask) for dim in (64, 128, 256) for mask in ("full", "causal")]
     rows = [
-        [f"N{n}", *(f"{grid[n, *column]:.3f}" for column in columns)] for n in sorted(set(lengths))
+        [f"N{n}", *(_three(grid.get((n, *column))) for column in columns)]
+        for n in sorted(set(lengths))
     ]
-    under = [(text, ratio) for text, ratio in [*grid.items(), *ratios.items()] if ratio < 1]
-    named = ", ".join(f"{text} {ratio:.3f}" for text, ratio in under)
+    cases = [(f"N{n} D{dim} {mask}", ratio) for (n, dim, mask), ratio in grid.items()]
+    cases += [(text.removeprefix("forward "), ratio) for text, ratio in ratios.items()]
+    named = ", ".join(f"{text} {_three(ratio)}" for text, ratio in cases if ratio < 1)
     table = _table(["", *(f"D{dim} {mask}" for dim, mask in columns)], rows)
     said = (
         f"Geometric mean of these {len(grid)}: {geometric_mean(grid.values()):.3f}. "
         f"Of {len(ratios)} other shapes (grouped heads, D96, D192/128, fp16, ragged and unequal "
-        f"lengths): {geometric_mean(ratios.values()):.3f}. "
+        f"lengths): {geometric_mean(ratios.values()):.3f}; FlashAttention-3's package can't run "
+        f"{len(lacks)} of them, which leave a mean of {_mean_without(ratios, lacks):.3f} without. "
         f"Under 1.00, where a peer is faster: {named or 'none'}."
     )
     return TABLE.sub(lambda _: f"\n{table}\n\n{said}\n", README.read_text("utf-8"))

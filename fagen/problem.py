@@ -169,6 +169,11 @@ def make_problem(  # noqa: PLR0913  (the words of the command line, each with it
     """
     if str(dtype).removeprefix("torch.") not in DTYPES:
         raise BadProblem(f"dtype {dtype!r} is not supported.", "Use bf16, fp16 or fp32.")
+    if causal is not True and causal is not False:
+        raise BadProblem(
+            f"causal must be True or False, got {causal!r}.",
+            "Where the mask ends is said by causal_align: top_left or bottom_right.",
+        )
     if causal_align not in ("top_left", "bottom_right"):
         raise BadProblem(
             f"causal alignment {causal_align!r} is unknown.", "Use top_left or bottom_right."

@@ -54,6 +54,11 @@ def test_a_result_that_changes_changes_the_tables(
     monkeypatch.setattr(generator, "RESULTS", tmp_path)
     assert generator.differing() == ["measured.md", "README.md"]
     assert generator.readme().count(" 0.500 |") == 18
+    assert "N512 D64 full 0.500, " in generator.readme()
+    found["cells"][0]["times_best_peer"] = None  # no peer could run it
+    (tmp_path / name).write_text(json.dumps(found), encoding="utf-8")
+    assert generator.readme().count(" 0.500 |") == 17
+    assert "Geometric mean of 17:" in generator.measured()
 
 
 def test_there_are_at_most_eight_variables_and_no_other_is_read(root: Path) -> None:

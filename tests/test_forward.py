@@ -106,6 +106,8 @@ def test_a_file_says_what_ran_and_every_cell_has_its_samples(
     assert found["commit"] == {"id": "abc", "clean": True, "how": found["commit"]["how"]}
     assert found["command"].startswith("python benchmarks/forward.py --grid call")
     assert str(out) not in found["command"] and f"--out {out.name}" in found["command"]
+    options = forward._options([*CALL, f"--out={out}", "--db=/a//b/w.db", "--match", "H32/8"])
+    assert options.words[-4:] == [f"--out={out.name}", "--db=w.db", "--match", "H32/8"]
     assert (found["l2"], found["policy"]["rounds"]) == ("rotate", 11)
     assert set(found["versions"]) == {"fagen", "torch", "cuda", "triton", "ptxas", "python"}
     full, causal = found["cells"]

@@ -156,6 +156,10 @@ def test_each_field_of_a_shape_asks_for_its_own_kernel(field: str, value: object
         ((), {"seq": 2**31, "head_dim": 8}, "seq must be 0 to 2147479552"),
         ((), {"seq": 8, "head_dim": 8, "causal_align": "bottom_right"}, "needs causal"),
         ((), {"seq": 8, "head_dim": 8, "layout": "x"}, "layout 'x' is unknown"),
+        *(
+            ((), {"seq": 8, "head_dim": 8, "causal": wrong}, f"True or False, got {wrong!r}")
+            for wrong in ("none", "bottom_right", "yes", 1, None)
+        ),
         ((), {"seq": 8, "head_dim": 8, "scale_sign": "x"}, "scale_sign 'x' is unknown"),
     ],
 )
@@ -165,8 +169,10 @@ def test_a_shape_that_is_none_is_refused(first: tuple[object, ...], words: list[
 
 
 def test_a_word_that_is_unknown_is_a_type_error():
-    with pytest.raises(TypeError, match="lenght"):
+    with pytest.raises(TypeError, match=r"lenght.*a shape has seq, head_dim"):
         fagen.get(seq=8, head_dim=8, lenght=3, target="h200")
+    with pytest.raises(TypeError, match="headdim"):
+        fagen.get(seq=8, headdim=8, target="h200")
 
 
 # The chain
@@ -285,6 +291,19 @@ def test_the_nearest_tuned_shape_is_next_unless_left_out():
     assert (kernel.origin, kernel.config) == ("nearest", second)
     assert "tuned for forward fp32 B1 H2 N512" in repr(kernel)
     assert fagen.get(**SHAPE, target="h200", on_miss="default").origin == "default"
+
+
+def test_what_was_tuned_for_another_size_of_the_bucket_says_so():
+    small, large = {**SHAPE, "seq": 300}, {**SHAPE, "seq": 500}
+    stored(make_problem(**small), two_configs(make_problem(**small))[0], us=5.0)
+    first, second = fagen.get(**small, target="h200"), fagen.get(**large, target="h200")
+    assert first.chosen is second.chosen
+    assert [k.problem for k in (first, second)] == [make_problem(**s) for s in (small, large)]
+    assert "tuned for" not in repr(first) and "; 5 us" in repr(first)
+    assert "tuned for forward fp32 B1 H2 N300 D64 full, there 5 us" in repr(second)
+    assert "is of this shape" in fagen.why(**small, target="h200").reason
+    said = fagen.why(**large, target="h200").reason
+    assert "is of this size bucket (it was tuned for forward fp32 B1 H2 N300" in said
 
 
 def test_distance_counts_doublings_over_the_bucketed_sizes():

@@ -160,16 +160,15 @@ def test_r03_a_module_that_does_not_load_names_its_file_and_is_not_kept(cache: P
 # C02: a generated file that was cut short.
 
 
-@pytest.mark.parametrize("content", ["", "half", "other"])
+@pytest.mark.parametrize("content", ["", "half", "other", "no text"])
 def test_c02_a_file_that_was_cut_short_is_written_again(
     content: str, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     program = small()
     path = write_module(program)
     source = program.source
-    path.write_text(
-        {"": "", "half": source[: len(source) // 2], "other": "raise SystemExit"}[content]
-    )
+    half, other = source[: len(source) // 2].encode(), b"raise SystemExit"
+    path.write_bytes({"": b"", "half": half, "other": other, "no text": b"\xff\xfe"}[content])
     assert getattr(load_module(program), program.name) is not None
     assert path.read_text(encoding="utf-8") == source
     [warning] = caplog.messages

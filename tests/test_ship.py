@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 
 import fagen
+from fagen.cli.main import main as cli
 from fagen.config import Config
 from fagen.generate.families import FAMILIES, config_from_dict
 from fagen.generate.render import render
@@ -26,6 +27,7 @@ from tuning_db import exchange
 
 H200 = preset("h200")
 SHORT, LONG = (make_problem(seq, 64, heads=2) for seq in (256, 1024))
+LARGER = make_problem(4096, 64, heads=2)
 PASSED = Verdict((Check("o_max", 0.1, 0.5),), H200.name)
 FAILED = Verdict((Check("o_max", 0.6, 0.5),), H200.name)
 SLOW, FAST = (Config("flash", FAMILIES["flash"].Knobs(64, n, 4)) for n in (64, 32))
@@ -272,7 +274,29 @@ def test_get_and_why_name_a_shipped_record_and_its_time(
     assert said.record is not None
     assert said.record.median_us == 3.5
     assert {f.name: f.match for f in said.fields}["device"] == "hit"
+    assert said.next_step == ""
+    assert library.why(LARGER, target="h200").next_step.startswith("Run: fagen tune")
     assert library.why(make_problem(4096, 64, heads=2), target="h200").origin == "nearest"
+
+
+def test_what_came_with_fagen_is_listed_without_a_database(
+    ship: ModuleType,
+    tmp_path: Path,
+    shipped: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written(ship, shipped / "h200.jsonl", tuned(tmp_path / "a.db"))
+    monkeypatch.delenv("FAGEN_DB")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    capsys.readouterr()
+    assert cli(["db", "best", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {row["origin"] for row in rows} == {"shipped"}
+    assert {row["trial_id"] for row in rows} == {None}
+    assert (str(SHORT), 3.5) in {(row["problem"], row["median_us"]) for row in rows}
+    assert cli(["why", "--seq", "512", "--head-dim", "64", "--target", "h200"]) == 0
+    assert "comes with fagen, tuned for" in capsys.readouterr().out
 
 
 def test_a_broken_database_leaves_the_shipped_records(
@@ -284,13 +308,31 @@ def test_a_broken_database_leaves_the_shipped_records(
     assert library.why(SHORT, target="h200", db=str(broken)).origin == "shipped"
 
 
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda _: b"{}\n", "Line 1 is no exported winner"),
+        (lambda _: b"\xff\xfe\n", "h200.jsonl is no text"),
+        (lambda _: b"[" * 100_000, "Line 1 is no exported winner"),
+        (lambda line: line.replace(b'"seq_q":256', b'"seq_q":"256"'), "row(s) of another version"),
+        (lambda line: line.replace(b'"seq_q":256', b'"seq_q":512'), "row(s) of another version"),
+    ],
+)
 def test_a_damaged_record_file_is_a_miss_with_a_warning(
-    shipped: Path, caplog: pytest.LogCaptureFixture
+    ship: ModuleType,
+    tmp_path: Path,
+    shipped: Path,
+    caplog: pytest.LogCaptureFixture,
+    damage: Callable[[bytes], bytes],
+    said: str,
 ) -> None:
-    shipped.mkdir()
-    (shipped / "h200.jsonl").write_text("{}\n", encoding="utf-8")
-    assert library.why(SHORT, target="h200").origin == "default"
-    assert any("shipped records" in line and "Line 1" in line for line in caplog.messages)
+    written(ship, shipped / "h200.jsonl", tuned(tmp_path / "a.db"))
+    path = shipped / "h200.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(damage(whole))
+    assert path.read_bytes() != whole
+    assert library.why(SHORT, target="h200").origin in ("default", "nearest")
+    assert any("shipped records" in line and said in line for line in caplog.messages)
 
 
 def test_another_device_ignores_what_was_shipped(
@@ -331,6 +373,8 @@ def test_committed_records_are_fit_and_as_ship_writes_them(
         text = file.read_text(encoding="utf-8")
         winners = exchange.read_lines(text.splitlines())
         unfit += [(file.name, why) for w in winners if (why := ship.why_unfit(w)) is not None]
+        # Of another source than was raced: its time says nothing, and it is checked at first use.
+        unfit += [(file.name, w.problem) for w in winners if ship.emits_another_source(w)]
         if len(ship.places(winners)) != 1 or text != ship.text_of(ship.merged(winners)[0]):
             differing.append(file.name)
     assert (unfit, differing) == ([], [])

@@ -53,10 +53,15 @@ class Winner:
 
 @lru_cache(maxsize=1)
 def shipped_rows() -> tuple[Winner, ...]:
-    """What comes with the package, read once."""
-    files = sorted(SHIPPED.glob("*.jsonl"))
-    texts = (file.read_text(encoding="utf-8") for file in files)
-    return tuple(row for text in texts for row in read_lines(text.splitlines()))
+    """What comes with the package, read once. Raises StoreError."""
+    return tuple(row for file in sorted(SHIPPED.glob("*.jsonl")) for row in _read_file(file))
+
+
+def _read_file(file: Path) -> list[Winner]:
+    try:
+        return read_lines(file.read_text(encoding="utf-8").splitlines())
+    except UnicodeDecodeError as error:
+        raise StoreError(f"{file} is no text: {error}.", "Install fagen again.") from error
 
 
 def read_lines(lines: Iterable[str]) -> list[Winner]:
@@ -94,7 +99,7 @@ def _read_line(number: int, line: str) -> Winner:
     try:
         plain = json.loads(line)
         return Winner(**{field.name: plain[field.name] for field in fields(Winner)})
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise StoreError(
             f"Line {number} is no exported winner ({type(error).__name__}: {error}).",
             "Nothing was read. Export it again.",

@@ -89,19 +89,22 @@ def list_runs(since: datetime | None, limit: int | None, db: str | None, as_json
 @db_option
 @json_option
 def best(db: str | None, as_json: bool) -> None:
-    """List the best kernel of every shape bucket, device and toolchain.
+    """List the best kernel of every shape bucket, device and toolchain, and what came with fagen.
 
     \b
     Example:
       fagen db best --json
     """
+    from fagen.generate.families import config_from_dict
+    from fagen.records import shipped
     from fagen.report import stored
     from fagen.serve.database import reading
 
     with reading(db) as records:
-        rows = [stored.record_row(record) for record in records.winners()]
+        found = [*records.winners(), *shipped(None, config_from_dict)]
         nothing = NOT_TIMED if records.trials(limit=1) else EMPTY
-    columns = ["trial_id", "problem", "target", "triton", "median_us", "config"]
+    rows = [stored.record_row(record) for record in found]
+    columns = ["origin", "trial_id", "problem", "target", "triton", "median_us", "config"]
     emit_rows(rows, columns, as_json=as_json, nothing=nothing)
 
 

@@ -154,7 +154,7 @@ def write_module(program: Program) -> Path:
     path = folder / f"{program.name}.py"
     try:
         if path.exists():
-            held = path.read_text(encoding="utf-8")
+            held = path.read_text(encoding="utf-8", errors="replace")
             if held == program.source:
                 return path
             # Another version of fagen may say other words above the same text.

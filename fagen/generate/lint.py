@@ -128,10 +128,9 @@ def findings_in(listing: str, ptx: str = "", ttgir: str = "") -> tuple[str, ...]
     if spilled := max((_spilled(body) for loops in consumers for body in loops), default=0):
         notes.append(f"spills {spilled} bytes in a loop")
     bodies = [body for loops in consumers for body in loops]
-    if bodies:
-        moves, length = max((_moves(body), len(body)) for body in bodies)
-        if moves >= MOVES_SHARE * length:
-            notes.append(f"{moves} of {length} instructions of a loop are moves")
+    worst = max(bodies, key=lambda body: _moves(body) / len(body), default=())
+    if worst and _moves(worst) >= MOVES_SHARE * len(worst):
+        notes.append(f"{_moves(worst)} of {len(worst)} instructions of a loop are moves")
     return (*notes, *remarks)
 
 

@@ -95,7 +95,7 @@ class Program:
     problem: Problem
     config: Config
     name: str
-    source: str
+    source: str = field(repr=False)
     key: str
     template_digest: str
     entries: tuple[Entry, ...]

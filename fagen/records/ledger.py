@@ -14,7 +14,7 @@ from fagen.errors import DatabaseError, FagenError, UnknownTrial
 from fagen.outcome import GATE, Status
 from fagen.records import convert
 from tuning_db import FinalRow, Mode, Store, TrialView
-from tuning_db.exchange import shipped_rows
+from tuning_db.exchange import Winner, shipped_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -38,14 +38,22 @@ def runs_ended() -> int:
     return _ended
 
 
-def shipped(class_key: str, decode: Decode) -> list[Record]:
-    """What came with fagen for problems of this class, of every device; needs no database."""
+def shipped(class_key: str | None, decode: Decode) -> list[Record]:
+    """What came with fagen for problems of this class, or of all, of every device; needs no
+    database."""
     try:
-        rows = [row for row in shipped_rows() if row.class_key == class_key]
+        rows = [row for row in shipped_rows() if class_key in (None, row.class_key)]
     except tuning_db.StoreError as error:
         log.warning("going on without the shipped records: %s", error)
         return []
-    return _understood(rows, convert.shipped_record, decode, "shipped records")
+    return _understood(rows, _shipped_record, decode, "shipped records")
+
+
+def _shipped_record(row: Winner, decode: Decode) -> Record:
+    record = convert.shipped_record(row, decode)
+    if record.problem.bucket_key != row.bucket_key:
+        raise ValueError(f"{record.problem}: bucket_key is not that of its values")
+    return record
 
 
 class Records:

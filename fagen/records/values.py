@@ -46,6 +46,11 @@ class Record:
     shipped: bool = False
 
     @property
+    def source_text(self) -> str:
+        """Where it lies, in words."""
+        return "comes with fagen" if self.shipped else f"trial {self.trial_id}"
+
+    @property
     def config(self) -> Config:
         return self.outcome.config
 

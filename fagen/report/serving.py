@@ -10,6 +10,7 @@ from fagen.report.stored import facts_lines, facts_row
 
 if TYPE_CHECKING:
     from fagen.doctor import Finding
+    from fagen.records import Record
     from fagen.serve.explain import Explanation
     from fagen.serve.source import Shown
 
@@ -31,7 +32,8 @@ def explanation_row(found: Explanation) -> Row:
         "reason": found.reason,
         "config": None if found.config is None else found.config.to_dict(),
         "source_key": None if found.program is None else found.program.key,
-        "trial_id": None if record is None else record.trial_id,
+        "trial_id": _trial_id(record),
+        "tuned_for": None if record is None else str(record.problem),
         "median_us": None if record is None else record.median_us,
         "verified_on": None if verdict is None else verdict.where,
         "fields": field_rows(found),
@@ -52,13 +54,36 @@ def explanation_lines(found: Explanation) -> list[str]:
     if found.config is not None:
         lines.append(f"config: {found.config}")
     if found.record is not None:
-        time = f", {cell(found.record.median_us)} us" if found.record.median_us else ""
-        lines.append(f"trial {found.record.trial_id}, {local(found.record.created)}{time}")
+        lines.append(_measured(found.record))
     if found.config is not None and found.verdict is None:
         lines.append("not verified here yet: fagen.get verifies it at its first use")
+        lines += _checks_elsewhere(found.record)
     if found.verdict is not None:
         lines.append(f"verified on {found.verdict.where}")
     return [*lines, found.next_step] if found.next_step else lines
+
+
+def _measured(record: Record) -> str:
+    """Where the row lies, of which shape it is, and its time there."""
+    time = f": {cell(record.median_us)} us" if record.median_us else ""
+    made = f"Triton {record.toolchain.triton}, {local(record.created)}"
+    return f"{record.source_text}, tuned for {record.problem}{time} ({made})"
+
+
+def _checks_elsewhere(record: Record | None) -> list[str]:
+    """What a gate said where the row was made, which is no verdict for here."""
+    if record is None or record.verdict is None:
+        return []
+    verdict, worst = record.verdict, record.verdict.worst
+    nearest = (
+        "" if worst is None else f", worst {worst.name}: {worst.error:.3g} of {worst.budget:.3g}"
+    )
+    said = "passed" if verdict.passed else "failed"
+    return [f"where it was tuned ({verdict.where}): {said} {len(verdict.checks)} checks{nearest}"]
+
+
+def _trial_id(record: Record | None) -> int | None:
+    return None if record is None or record.shipped else record.trial_id
 
 
 def source_row(shown: Shown) -> Row:
@@ -68,7 +93,7 @@ def source_row(shown: Shown) -> Row:
         **problem_row(program.problem),
         "target": shown.target.name,
         "origin": shown.origin,
-        "trial_id": None if record is None else record.trial_id,
+        "trial_id": _trial_id(record),
         "config": program.config.to_dict(),
         "name": program.name,
         "source_key": program.key,

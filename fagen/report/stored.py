@@ -56,8 +56,9 @@ def record_row(record: Record) -> Row:
     outcome = record.outcome
     verdict = outcome.verdict
     return {
-        "trial_id": record.trial_id,
-        "run_id": record.run_id,
+        "trial_id": None if record.shipped else record.trial_id,
+        "run_id": None if record.shipped else record.run_id,
+        "origin": "shipped" if record.shipped else "tuned",
         "status": outcome.status.value,
         "reason": shortened(outcome.reason),
         **problem_row(record.problem),

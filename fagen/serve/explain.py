@@ -52,7 +52,10 @@ class Explanation:
     @property
     def next_step(self) -> str:
         """The command that would make it better, or nothing."""
-        return "" if self.origin == "tuned" else f"Run: {tune_command(self.problem)}"
+        own = self.record is not None and self.record.problem.shape == self.problem.shape
+        if self.origin == "tuned" or (self.origin == "shipped" and own):
+            return ""
+        return f"Run: {tune_command(self.problem)}"
 
 
 def explain(
@@ -77,7 +80,7 @@ def explain(
         record=record,
         verdict=verdict,
         fields=_key_fields(place, problem, program, record),
-        reason=_reason(place, rows, candidate),
+        reason=_reason(place, problem, rows, candidate),
     )
 
 
@@ -116,15 +119,21 @@ def _key_fields(
     return (*shape, *(KeyField(*fact) for fact in facts))
 
 
-def _reason(place: Place, rows: Sequence[Record], candidate: Candidate | None) -> str:
+def _reason(
+    place: Place, problem: Problem, rows: Sequence[Record], candidate: Candidate | None
+) -> str:
     here = sum(r.device_key == place.target.device_key for r in rows)
     known = f"{len(rows)} stored row(s) of this class, {here} of them on {place.target.name}"
     said = {
-        "tuned": "a row of your database matches every field",
-        "shipped": "a row that came with fagen matches every field",
+        "tuned": "a row of your database is of this shape",
+        "shipped": "a row that came with fagen is of this shape",
         "nearest": "no row has these sizes; the nearest of this class on this device is taken",
         "predicted": "nothing of this class was timed on this device; an offline prediction is",
         "default": "nothing of this class is known on this device; the family's default is taken",
     }
     found = said[candidate.origin] if candidate is not None else "nothing may be served"
+    record = None if candidate is None else candidate.record
+    if record is not None and record.problem.shape != problem.shape:
+        found = found.replace("is of this shape", "is of this size bucket")
+        found += f" (it was tuned for {record.problem})"
     return f"{found}; {known}."

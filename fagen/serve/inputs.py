@@ -22,9 +22,10 @@ LEAST_SCALE = 2.0**-126
 def problem_of(first: tuple[Any, ...], words: dict[str, Any]) -> Problem:
     """The Problem that the arguments of `get` mean. Raises BadProblem or BadInput."""
     if not first:
+        _known(words)
         if not {"seq", "head_dim"} <= words.keys():
             raise BadProblem("A shape needs seq and head_dim.", "Say get(seq=8192, head_dim=128).")
-        return make_problem(**_known(words))
+        return make_problem(**words)
     if len(first) == 3:
         return _problem_of_tensors(first, words)
     if len(first) == 1 and isinstance(first[0], Problem):
@@ -187,9 +188,13 @@ def _is_aligned(tensor: Tensor, item: int) -> bool:
 
 
 def _known(words: dict[str, Any]) -> dict[str, Any]:
-    unknown = words.keys() - inspect.signature(make_problem).parameters.keys()
+    known = inspect.signature(make_problem).parameters.keys()
+    unknown = words.keys() - known
     if unknown:
-        raise TypeError(f"get() got unexpected keyword arguments {sorted(unknown)}")
+        raise TypeError(
+            f"get() got unexpected keyword arguments {sorted(unknown)};"
+            f" a shape has {', '.join(known)}"
+        )
     return words
 
 

@@ -156,11 +156,12 @@ class Kernel:
         record, verdict = self.chosen.record, self.chosen.verdict
         words: list[str] = [self.origin]
         if record is not None:
-            words[0] += f" (trial {record.trial_id}, {record.created:%Y-%m-%d})"
-            if record.problem.bucket != self.problem.bucket:
-                words.append(f"tuned for {record.problem}")
-            if record.median_us is not None:
-                words.append(f"{record.median_us:.4g} us")
+            words[0] += f" ({record.source_text}, {record.created:%Y-%m-%d})"
+            time = "" if record.median_us is None else f"{record.median_us:.4g} us"
+            if record.problem.shape != self.problem.shape:
+                words.append(f"tuned for {record.problem}" + (time and f", there {time}"))
+            elif time:
+                words.append(time)
         words.append("not verified" if verdict is None else f"verified on {verdict.where}")
         return [*words, *self.chosen.notes]
 

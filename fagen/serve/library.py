@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +76,8 @@ def get(
             twins: OnMiss = "nearest" if on_miss == "raise" else on_miss
             kernel = Kernel(problem, chosen, place.device, partial(choose, place, twins))
             _memo[key] = kernel
-    return kernel
+    # One kernel serves all sizes of a bucket; which were asked for is each caller's own.
+    return kernel if kernel.problem == problem else replace(kernel, problem=problem)
 
 
 def why(

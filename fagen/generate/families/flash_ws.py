@@ -183,6 +183,11 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         lambda p, t, k: not k.half_diagonal or p.features.causal != "none",
     ),
     Constraint(
+        "half_diagonal_needs_keys",
+        "With more query rows than keys, tiles end below the diagonal.",
+        lambda p, t, k: not k.half_diagonal or p.shape.seq_q <= p.shape.seq_kv,
+    ),
+    Constraint(
         "half_diagonal_halves_a_block",
         "A group's diagonal is half a block for two groups and 128 keys only.",
         lambda p, t, k: not k.half_diagonal or (k.block_m, k.block_n) == (128, 128),
@@ -301,11 +306,18 @@ def seeds(problem: Problem, target: Target) -> list[Knobs]:
 
 
 def _fitted(problem: Problem, target: Target, knobs: Knobs) -> Knobs:
-    """The same where it is valid, or else with O elsewhere or in fewer slots: D192 with values of
-    128 columns has no room for what is best at D128."""
+    """The same where it is valid, or else with O elsewhere, in fewer slots or in smaller tiles:
+    D192 with values of 128 columns has no room for what is best at D128. Not below two groups,
+    which few queries would fill: what is best for those was not measured."""
+    tiles = [(m, n) for m in (256, 192, 128) if m < knobs.block_m for n in (128, 64)]
     less = [slots for slots in (6, 4, 3, 2) if slots <= knobs.slots]
-    for slots, output in product(less, (knobs.output, "tma", "stores")):
-        smaller = replace(knobs, slots=slots, output=output)
+    outputs = (knobs.output, "tma", "stores")
+    own = (knobs.block_m, knobs.block_n)
+    for (m, n), slots, output in product((own, *tiles), less, outputs):
+        halved = knobs.half_diagonal and (m, n) == own
+        smaller = replace(
+            knobs, block_m=m, block_n=n, slots=slots, output=output, half_diagonal=halved
+        )
         if all(rule.holds(problem, target, smaller) for rule in CONSTRAINTS):
             return smaller
     return knobs
@@ -316,11 +328,12 @@ def _seeds(problem: Problem) -> list[Knobs]:
     neighbours."""
     causal = problem.features.causal != "none"
     seq_q, seq_kv = problem.shape.seq_q, problem.shape.seq_kv
+    halved = causal and seq_q <= seq_kv
     wide = _width(problem.shape.head_dim) + _width(problem.shape.head_dim_v)
     if wide <= 128:
         four = _kept(Knobs(256, 64, 6, "finish", output="queries"))
         long = _kept(Knobs(192, 128, 3, "finish", ping_pong=True, output="queries"))
-        two = Knobs(128, 128, 4, "finish", "registers", half_diagonal=causal)
+        two = Knobs(128, 128, 4, "finish", "registers", half_diagonal=halved)
         most_keys = SHORT_KEYS * (2 if causal else 1)
         return [
             *([four, long] if seq_kv <= most_keys else [long, four]),
@@ -337,7 +350,7 @@ def _seeds(problem: Problem) -> list[Knobs]:
         three = _kept(Knobs(192, 64, 3, "finish"))
         left = replace(three, output="queries")
         half = replace(left, queries="half")
-        two = _kept(Knobs(128, 128, 2, "finish", half_diagonal=causal))
+        two = _kept(Knobs(128, 128, 2, "finish", half_diagonal=halved))
         turns = replace(two, ping_pong=True)
         deep = replace(left, slots=4)
         if causal and seq_q * 2 > seq_kv:
@@ -357,7 +370,7 @@ def _seeds(problem: Problem) -> list[Knobs]:
             replace(two, queries="half"),
             *later,
             replace(turns, output="queries"),
-            Knobs(128, 128, 2, half_diagonal=causal),
+            Knobs(128, 128, 2, half_diagonal=halved),
             replace(three, rescale="after_softmax"),
             replace(turns, queries="registers"),
             *([replace(three, section_mb=128)] if causal else []),

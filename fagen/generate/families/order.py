@@ -64,7 +64,7 @@ def last_heads(tiles_m: int, spread: float, places: int) -> int:
     nearly alike end together anyway: one section of all 64 heads of 1024 queries at the end of
     8192 keys is four passes over keys that L2 can't hold.
     """
-    return cdiv(ceil(LAST_WAVES * min(1.0, spread) * places), tiles_m)
+    return cdiv(ceil(LAST_WAVES * min(1.0, spread) * places), max(1, tiles_m))
 
 
 def sections(
