@@ -248,7 +248,13 @@ def test_a_time_that_was_only_predicted_is_never_shown_as_measured(
     ]
     assert err == ""
     assert main(["tune", *OFFLINE, "-q"]) == 0
-    assert "Nothing was timed" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "Nothing was timed" in out and "Until then" not in out
+    write_trials([{"us": 3.25}])
+    assert main(["tune", *OFFLINE, "-q"]) == 0
+    out = capsys.readouterr().out
+    assert "Until then fagen.get serves what was timed there. tuned: " in out
+    assert "trial 1, tuned for forward bf16 B1 H16 N64 D16 full: 3.25 us" in out
 
 
 # T01

@@ -104,3 +104,10 @@ def _show(result: TuneResult, watcher: Watcher, db: str | None, as_json: bool) -
     emit_table(tuning.tune_table(result))
     cuts = watcher.started.cuts if watcher.started is not None else {}
     emit("\n".join(tuning.tune_lines(result, watcher.rejected, cuts, location(db))))
+    if not result.timed:
+        from fagen.report import serving
+        from fagen.serve.library import why
+
+        served = why(result.problem, target=result.target, db=db)
+        if served.record is not None and served.origin != "predicted":
+            emit(f"Until then fagen.get serves what was timed there. {serving.served(served)}")

@@ -63,6 +63,12 @@ def explanation_lines(found: Explanation) -> list[str]:
     return [*lines, found.next_step] if found.next_step else lines
 
 
+def served(found: Explanation) -> str:
+    """In one line."""
+    measured = "" if found.record is None else f", {_measured(found.record)}"
+    return f"{found.origin}: {found.config}{measured}"
+
+
 def _measured(record: Record) -> str:
     """Where the row lies, of which shape it is, and its time there."""
     time = f": {cell(record.median_us)} us" if record.median_us else ""

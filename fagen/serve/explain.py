@@ -132,6 +132,8 @@ def _reason(
         "default": "nothing of this class is known on this device; the family's default is taken",
     }
     found = said[candidate.origin] if candidate is not None else "nothing may be served"
+    if here and candidate is not None and candidate.origin == "default":
+        found = "nothing stored serves these sizes, or none was asked for; the default is taken"
     record = None if candidate is None else candidate.record
     if record is not None and record.problem.shape != problem.shape:
         found = found.replace("is of this shape", "is of this size bucket")
