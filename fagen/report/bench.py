@@ -111,6 +111,9 @@ def cost_lines(problem: Problem, target: Target) -> list[str]:
     return [
         f"On paper: {problem}; q, k, v, o and LSE take {problem.io_bytes / 2**20:.4g} MiB.",
         f"{target} turns from memory to compute bound at {ridge:.0f} FLOP a byte of HBM.",
+        "standard: scores go through memory. queries outside: tiles of queries walk over keys, as "
+        "in FlashAttention-2 and most kernels here. keys outside: tiles of keys walk over queries "
+        "(family kv_outer).",
     ]
 
 
