@@ -362,7 +362,10 @@ def _seeds(problem: Problem) -> list[Knobs]:
             first, later = [turns, left] if short else [left, turns], [deep]
         if wide <= 224:
             alone = Knobs(192, 128, 2, "finish", rescale_tau=8.0, in_flight=1)
-            first.insert(len(first) if causal else 0, alone)
+            if causal:
+                first += [alone, replace(three, section_mb=32)]
+            else:
+                first.insert(0, alone)
         return [
             *first,
             half,
