@@ -94,6 +94,9 @@ WS_SHORT = _flash_ws(make_problem(600, 64, heads=5, dtype="fp16"), block_m=192)
 WS_QUERIES = _flash_ws(_FULL, output="queries")
 WS_SPLIT = _flash_ws(make_problem(500, 64, dtype="fp16"), queries="half")
 WS_PARTS = _flash_ws(make_problem(500, 96, dtype="fp16"))
+WS_ALONE = _flash_ws(
+    WS_PARTS[0], block_m=192, block_n=128, slots=2, boundary="finish", in_flight=1
+)
 
 _STORE_LAST = (r"tl.store\(LSE \+ out, lse, mask=rows < seq_q\)", r"tl.store(LSE + out, lse)")
 
@@ -170,6 +173,7 @@ _WARP_SPECIALISED = [
     ),
     Mutation("output of another tile", WS_QUERIES, r"tile_no - 2, o_row", "tile_no - 2, row"),
     Mutation("half of Q twice", WS_SPLIT, r"a = a.slice\(32, 32, 1\)", "a = a.slice(0, 32, 1)"),
+    Mutation("O in old units", WS_ALONE, r"\n    o, o_2 = rescale\(o, o_2, alpha\)\n", "\n"),
     Mutation("LSE in log2", WS, r" \* 0.6931471805599453", ""),
     Mutation("LSE past its end", WS, r" & \(lse_rows < launch.seq_q\)", ""),
     Mutation("output past its end", WS_STORES, r" & \(rows < launch.seq_q\)", ""),

@@ -45,6 +45,10 @@ class Record:
     quarantined: str = ""
     shipped: bool = False
 
+    def is_of(self, problem: Problem) -> bool:
+        """Whether it was tuned for this very shape, and not for another of its class."""
+        return self.problem.shape == problem.shape
+
     @property
     def source_text(self) -> str:
         """Where it lies, in words."""

@@ -47,7 +47,7 @@ def candidates(
 
     def rank(record: Record) -> tuple[bool, bool, float, bool]:
         other_build = (record.toolchain_key, record.exactness) != (toolchain.key, GATE)
-        other_sizes = record.problem.shape != problem.shape
+        other_sizes = not record.is_of(problem)
         return record.shipped, other_build, distance(problem, record.problem), other_sizes
 
     timed.sort(key=rank)

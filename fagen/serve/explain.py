@@ -52,7 +52,7 @@ class Explanation:
     @property
     def next_step(self) -> str:
         """The command that would make it better, or nothing."""
-        own = self.record is not None and self.record.problem.shape == self.problem.shape
+        own = self.record is not None and self.record.is_of(self.problem)
         if self.origin == "tuned" or (self.origin == "shipped" and own):
             return ""
         return f"Run: {tune_command(self.problem)}"
@@ -124,9 +124,12 @@ def _reason(
 ) -> str:
     here = sum(r.device_key == place.target.device_key for r in rows)
     known = f"{len(rows)} stored row(s) of this class, {here} of them on {place.target.name}"
+    record = None if candidate is None else candidate.record
+    own = record is None or record.is_of(problem)
+    size = "shape" if own else "size bucket"
     said = {
-        "tuned": "a row of your database is of this shape",
-        "shipped": "a row that came with fagen is of this shape",
+        "tuned": f"a row of your database is of this {size}",
+        "shipped": f"a row that came with fagen is of this {size}",
         "nearest": "no row has these sizes; the nearest of this class on this device is taken",
         "predicted": "nothing of this class was timed on this device; an offline prediction is",
         "default": "nothing of this class is known on this device; the family's default is taken",
@@ -134,8 +137,6 @@ def _reason(
     found = said[candidate.origin] if candidate is not None else "nothing may be served"
     if here and candidate is not None and candidate.origin == "default":
         found = "nothing stored serves these sizes, or none was asked for; the default is taken"
-    record = None if candidate is None else candidate.record
-    if record is not None and record.problem.shape != problem.shape:
-        found = found.replace("is of this shape", "is of this size bucket")
+    if record is not None and not own:
         found += f" (it was tuned for {record.problem})"
     return f"{found}; {known}."

@@ -158,7 +158,7 @@ class Kernel:
         if record is not None:
             words[0] += f" ({record.source_text}, {record.created:%Y-%m-%d})"
             time = "" if record.median_us is None else f"{record.median_us:.4g} us"
-            if record.problem.shape != self.problem.shape:
+            if not record.is_of(self.problem):
                 words.append(f"tuned for {record.problem}" + (time and f", there {time}"))
             elif time:
                 words.append(time)

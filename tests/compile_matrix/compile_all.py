@@ -59,9 +59,11 @@ HOPPER_PROBLEMS: tuple[Problem, ...] = tuple(
     for causal in (False, True)
 )
 # The most bytes that they may spill, by head dim, and none of them in a loop. Measured over those
-# seeds: 0, 32, 0 and 0 with Triton 3.6.0; 708, 324, 152 and 260 with 3.9.0.
+# seeds: 0, 32, 0 and 0 with Triton 3.6.0; 708, 144, 152 and 260 with 3.9.0, and 324 with one
+# product in flight at D96.
 HOPPER_SPILLS = {64: 0, 96: 32, 128: 0, 256: 32}
-HOPPER_SPILLS_NEWEST = {64: 740, 96: 340, 128: 160, 256: 280}
+HOPPER_SPILLS_NEWEST = {64: 740, 96: 160, 128: 160, 256: 280}
+ALONE_SPILLS_NEWEST = 340
 NEWEST_SINCE = (3, 8)
 
 
@@ -97,7 +99,9 @@ def _hopper_cases() -> Iterator[Case]:
         seeds = [Config(HOPPER, knobs) for knobs in family.seeds(problem, target)]
         legal = (c for c in seeds if why_invalid(problem, target, c) is None)
         for config in islice(legal, HOPPER_SEEDS):
-            yield Case(90, problem, config, bounds[problem.shape.head_dim])
+            alone = newest and getattr(config.knobs, "in_flight", 2) == 1
+            bound = ALONE_SPILLS_NEWEST if alone else bounds[problem.shape.head_dim]
+            yield Case(90, problem, config, bound)
 
 
 def _must_not_spill(arch: int, problem: Problem, config: Config) -> bool:
