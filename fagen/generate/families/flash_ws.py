@@ -324,7 +324,7 @@ def _fitted(problem: Problem, target: Target, knobs: Knobs) -> Knobs:
 
 
 def _seeds(problem: Problem) -> list[Knobs]:
-    """What was best by head dim in benchmarks/results/h200_flash_ws_race2.json to _race4.json, and
+    """What was best by head dim in benchmarks/results/h200_flash_ws_race2.json to _race6.json, and
     neighbours."""
     causal = problem.features.causal != "none"
     seq_q, seq_kv = problem.shape.seq_q, problem.shape.seq_kv
@@ -361,11 +361,12 @@ def _seeds(problem: Problem) -> list[Knobs]:
             short = seq_kv <= SHORT_KEYS // 2
             first, later = [turns, left] if short else [left, turns], [deep]
         if wide <= 224:
-            alone = Knobs(192, 128, 2, "finish", rescale_tau=8.0, in_flight=1)
+            alone = Knobs(192, 128, 2, "finish", in_flight=1)
             if causal:
-                first += [alone, replace(three, section_mb=32)]
+                small, kept = replace(three, section_mb=32), replace(alone, rescale_tau=8.0)
+                first = [small, replace(kept, slots=3), *first, replace(alone, slots=3)]
             else:
-                first.insert(0, alone)
+                first = [alone, *first, replace(alone, rescale_tau=8.0)]
         return [
             *first,
             half,
