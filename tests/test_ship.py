@@ -17,7 +17,7 @@ from fagen.config import Config
 from fagen.generate.families import FAMILIES, config_from_dict
 from fagen.generate.render import render
 from fagen.outcome import GATE, Check, Outcome, Status, Timing, Verdict
-from fagen.problem import Problem, make_problem
+from fagen.problem import Problem, make_problem, problem_from_dict
 from fagen.records import Plan, Records
 from fagen.serve import library
 from fagen.serve.place import Place
@@ -378,6 +378,25 @@ def test_committed_records_are_fit_and_as_ship_writes_them(
         if len(ship.places(winners)) != 1 or text != ship.text_of(ship.merged(winners)[0]):
             differing.append(file.name)
     assert (unfit, differing) == ([], [])
+
+
+def test_what_was_raced_with_other_libraries_is_what_ships(root: Path) -> None:
+    """The README's tables are of the kernels that a user is served."""
+    lines = (root / "tuning_db/records/h200.jsonl").read_text(encoding="utf-8").splitlines()
+    shipped = {w.problem_key: w.program_key for w in exchange.read_lines(lines)}
+    parts = ("direction", "shape", "features")
+    raced = {
+        (name.name, problem_from_dict({part: cell["problem"][part] for part in parts}).key): cell
+        for name in sorted((root / "benchmarks/results").glob("h200-forward*.json"))
+        for cell in json.loads(name.read_text(encoding="utf-8"))["cells"]
+    }
+    assert len(raced) >= 51  # both grids
+    others = [
+        (name, cell["problem"]["text"])
+        for (name, key), cell in raced.items()
+        if shipped.get(key) != cell["source"]
+    ]
+    assert others == []
 
 
 def fagen_device(target: Target) -> Place:
