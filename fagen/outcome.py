@@ -121,6 +121,20 @@ class Timing:
 
 
 @dataclass(frozen=True)
+class Seconds:
+    """Wall time that a candidate took: of one core to build it, of the device to check and to time
+    it. Checking holds everything else that the device's process did for it."""
+
+    build: float = 0.0
+    check: float = 0.0
+    time: float = 0.0
+
+    @property
+    def device(self) -> float:
+        return self.check + self.time
+
+
+@dataclass(frozen=True)
 class Outcome:
     """One candidate's whole story. `program_key` is the digest of the emitted source."""
 
@@ -133,6 +147,7 @@ class Outcome:
     verdict: Verdict | None = None
     timing: Timing | None = None
     predicted_us: float | None = None
+    seconds: Seconds | None = None  # None: it was not tried itself, or by an older version
 
     @property
     def median_us(self) -> float | None:

@@ -21,7 +21,7 @@ from fagen.target import Toolchain
 from tuning_db import FinalRow, RunRow, TrialRow, VerdictRow, schema
 from tuning_db.owner import this_process
 
-V1 = Path(__file__).parent / "assets" / "db" / "v1.db"
+V1, V2 = (Path(__file__).parent / "assets" / "db" / f"v{n}.db" for n in (1, 2))
 NOW = datetime(2026, 3, 1, 12, 0, 0, 123456, tzinfo=UTC)
 TOOLCHAIN = Toolchain("3.7.1", "12.9.86", "2.13.0", "580.82")
 OLD_GATE = "fp64-v1"
@@ -136,20 +136,24 @@ def copy_of_v1(folder: Path) -> Path:
     return Path(shutil.copy(V1, folder / "old.db"))
 
 
-V2_STEP = """
+def copy_of_v2(folder: Path) -> Path:
+    return Path(shutil.copy(V2, folder / "old.db"))
+
+
+V3_STEP = """
 import sqlalchemy as sa, pathlib, time
 from alembic import op
-revision, down_revision = "0002", "0001"
+revision, down_revision = "0003", "0002"
 def upgrade():
     op.add_column("run", sa.Column("note", sa.Text))
 """
 
 
-def second_version(folder: Path) -> Path:
-    """Migrations with a step to a schema 2 that has one more column."""
+def third_version(folder: Path) -> Path:
+    """Migrations with a step to a schema 3 that has one more column."""
     migrations = folder / "migrations"
     shutil.copytree(schema.MIGRATIONS, migrations, ignore=shutil.ignore_patterns("__pycache__"))
-    (migrations / "versions" / "v0002_note.py").write_text(V2_STEP)
+    (migrations / "versions" / "v0003_note.py").write_text(V3_STEP)
     return migrations
 
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from fagen.errors import BadProblem, DatabaseError, UnknownTrial
-from fagen.outcome import GATE, Check, Outcome, Status, Timing, Verdict
+from fagen.outcome import GATE, Check, Outcome, Seconds, Status, Timing, Verdict
 from fagen.problem import Problem, make_problem
 from fagen.records import Records, Staleness
 from fagen.target import PRESETS, Toolchain
-from store_rows import OLD_GATE, PLAN, TOOLCHAIN, V1, copy_of_v1, decode, demo, outcome, sql
+from store_rows import OLD_GATE, PLAN, TOOLCHAIN, V2, copy_of_v2, decode, demo, outcome, sql
 from tuning_db import Store, exchange, schema
 
 if TYPE_CHECKING:
@@ -369,7 +369,7 @@ def test_a_named_file_must_be_there_when_reading(
 
 
 @pytest.mark.parametrize("mode", ["read", "write"])
-@pytest.mark.parametrize("content", [b"hello", V1.read_bytes()[:100]])
+@pytest.mark.parametrize("content", [b"hello", V2.read_bytes()[:100]])
 def test_a_bad_file_is_named_and_never_deleted(tmp_path: Path, mode: Any, content: bytes) -> None:
     path = tmp_path / "bad.db"
     path.write_bytes(content)
@@ -400,11 +400,11 @@ def test_reading_writes_verdicts_and_quarantine_marks_alone(tmp_path: Path) -> N
 def test_an_older_file_is_never_migrated_for_a_verdict(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = copy_of_v1(tmp_path)
+    path = copy_of_v2(tmp_path)
     with Records.open(str(path), "read", decode) as records:
         before = path.read_bytes()
-        monkeypatch.setattr(schema, "HEAD", 2)
-        with pytest.raises(DatabaseError, match="schema version 1"):
+        monkeypatch.setattr(schema, "HEAD", 3)
+        with pytest.raises(DatabaseError, match="schema version 2"):
             records.save_verdict("p", "d", "t", Verdict(()))
     with pytest.raises(DatabaseError, match="fagen db check"):
         Records.open(str(path), "read", decode)
@@ -413,11 +413,12 @@ def test_an_older_file_is_never_migrated_for_a_verdict(
 
 # D05
 @pytest.mark.parametrize("mode", ["read", "write"])
-def test_a_database_of_version_1_still_answers(tmp_path: Path, mode: Any) -> None:
-    with Records.open(str(copy_of_v1(tmp_path)), mode, decode) as records:
+def test_a_database_of_version_2_still_answers(tmp_path: Path, mode: Any) -> None:
+    with Records.open(str(copy_of_v2(tmp_path)), mode, decode) as records:
         best = records.best(PROBLEM, H200, TOOLCHAIN)
         assert best is not None
         assert (best.config, best.median_us, best.outcome.median_us) == (demo(128), 11.0, 10.5)
+        assert best.outcome.seconds == Seconds(2.5, 0.25, 0.125)
         assert best.staleness(H200, TOOLCHAIN, "slow-but-chosen") is Staleness.OTHER_BUILD
         assert (best.exactness, records.history(PROBLEM, H200, TOOLCHAIN)) == (OLD_GATE, [])
         asked = {"policy": PLAN.policy, "exactness": OLD_GATE}

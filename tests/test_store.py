@@ -10,13 +10,13 @@ import pytest
 
 from store_rows import (
     OLD_GATE,
-    V1,
+    V2,
     copy_of_v1,
     final_row,
     later,
     python,
     run_row,
-    second_version,
+    third_version,
     sql,
     trial_row,
     verdict_row,
@@ -43,8 +43,8 @@ def store(
         where = None
     elif request.param == "upgraded":
         where = copy_of_v1(tmp_path)
-        monkeypatch.setattr(schema, "MIGRATIONS", second_version(tmp_path))
-        monkeypatch.setattr(schema, "HEAD", 2)
+        monkeypatch.setattr(schema, "MIGRATIONS", third_version(tmp_path))
+        monkeypatch.setattr(schema, "HEAD", 3)
     opened = Store(where, "write")
     yield opened
     opened.close()
@@ -326,7 +326,7 @@ def test_a_failure_in_the_middle_stores_nothing(tmp_path: Path) -> None:
 
 
 def test_winners_are_exported_and_imported(tmp_path: Path) -> None:
-    lines = export_lines(Store(V1))
+    lines = export_lines(Store(V2))
     [winner] = read_lines(lines)
     assert (winner.program_key, winner.median_us) == ("slow-but-chosen", 11.0)
     assert (winner.problem["shape"]["seq_q"], winner.checked_on) == (8192, "gpu")
@@ -338,4 +338,4 @@ def test_winners_are_exported_and_imported(tmp_path: Path) -> None:
 @pytest.mark.parametrize("line", ["{}", "[1]", '{"problem": 1', "null"])
 def test_a_line_that_is_no_winner_is_named(line: str) -> None:
     with pytest.raises(StoreError, match="Line 2"):
-        read_lines([*export_lines(Store(V1)), line])
+        read_lines([*export_lines(Store(V2)), line])

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 from store_rows import (
     NOW,
     OLD_GATE,
-    V2_STEP,
+    V3_STEP,
     copy_of_v1,
     run_row,
-    second_version,
+    third_version,
     sql,
     verdict_row,
 )
@@ -145,7 +145,7 @@ def test_a_killed_run_is_interrupted_and_a_living_one_is_not(tmp_path: Path) -> 
 
 
 def add_to_step(migrations: Path, tail: str) -> None:
-    (migrations / "versions" / "v0002_note.py").write_text(V2_STEP + tail)
+    (migrations / "versions" / "v0003_note.py").write_text(V3_STEP + tail)
 
 
 def version(path: Path) -> str:
@@ -154,33 +154,33 @@ def version(path: Path) -> str:
 
 # D05
 def test_two_migrations_at_once_are_one(tmp_path: Path) -> None:
-    path, version_2 = copy_of_v1(tmp_path), second_version(tmp_path)
-    add_to_step(version_2, "    time.sleep(0.3)\n")
-    with workers([(path, "migrate", version_2, 2)] * 2) as processes:
+    path, version_3 = copy_of_v1(tmp_path), third_version(tmp_path)
+    add_to_step(version_3, "    time.sleep(0.3)\n")
+    with workers([(path, "migrate", version_3, 3)] * 2) as processes:
         for process in processes:
             start(process)
         assert [last_line(process) for process in processes] == ["done"] * 2
-    assert version(path) == "0002"
+    assert version(path) == "0003"
     assert [p.name for p in tmp_path.glob("old.db.*")] == ["old.db.backup-v1"]
     assert sql(path, "SELECT count(*), count(note) FROM run") == [(3, 0)]
 
 
 # D05
 def test_a_migration_killed_in_the_middle_never_happened(tmp_path: Path) -> None:
-    path, version_2 = copy_of_v1(tmp_path), second_version(tmp_path)
+    path, version_3 = copy_of_v1(tmp_path), third_version(tmp_path)
     flag = tmp_path / "in the middle"
-    add_to_step(version_2, f"    pathlib.Path({str(flag)!r}).touch()\n    time.sleep(60)\n")
-    with workers([(path, "migrate", version_2, 2)]) as [process]:
+    add_to_step(version_3, f"    pathlib.Path({str(flag)!r}).touch()\n    time.sleep(60)\n")
+    with workers([(path, "migrate", version_3, 3)]) as [process]:
         start(process)
         deadline = time.monotonic() + 30
         while not flag.exists() and time.monotonic() < deadline:
             time.sleep(0.02)
         assert flag.exists()
     assert version(path) == "0001"
-    assert Store(path, "write").add_run(run_row()) == 2  # this process is of version 1
-    add_to_step(version_2, "")
-    with workers([(path, "migrate", version_2, 2)]) as [process]:
+    assert Store(path, "write").add_run(run_row()) == 2  # this process is of version 2
+    add_to_step(version_3, "")
+    with workers([(path, "migrate", version_3, 3)]) as [process]:
         start(process)
         assert last_line(process) == "done"
-    assert version(path) == "0002"
+    assert version(path) == "0003"
     assert integrity(path) == "ok"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from store_rows import (
-    V1,
+    V2,
     python,
     run_row,
     sql,
@@ -67,11 +67,11 @@ def _foreign(path: Path) -> None:
 
 
 def _cut(path: Path) -> None:
-    path.write_bytes(V1.read_bytes()[: V1.stat().st_size // 2])
+    path.write_bytes(V2.read_bytes()[: V2.stat().st_size // 2])
 
 
 BAD_FILES: dict[str, Any] = {
-    "header only": (lambda path: path.write_bytes(V1.read_bytes()[:100]), DatabaseDamaged),
+    "header only": (lambda path: path.write_bytes(V2.read_bytes()[:100]), DatabaseDamaged),
     "cut in half": (_cut, DatabaseDamaged),
     "random bytes": (_random_bytes, DatabaseDamaged),
     "text": (lambda path: path.write_text("hello\n" * 100), DatabaseDamaged),
@@ -210,7 +210,7 @@ except DatabaseReadOnly as error:
 def test_a_write_that_was_cut_off_is_not_read_where_it_can_not_be_repaired(
     tmp_path: Path,
 ) -> None:
-    path = Path(shutil.copy(V1, tmp_path / "t.db"))
+    path = Path(shutil.copy(V2, tmp_path / "t.db"))
     holder = sqlite3.connect(path, isolation_level=None)
     holder.execute("PRAGMA cache_size=1")
     holder.execute("BEGIN EXCLUSIVE")
@@ -232,7 +232,7 @@ def test_a_write_that_was_cut_off_is_not_read_where_it_can_not_be_repaired(
 # C04
 @pytest.mark.parametrize("kind", ["delete", "wal", "wal with newer rows"])
 def test_a_copy_in_a_folder_that_can_not_be_written_is_read(tmp_path: Path, kind: str) -> None:
-    path = Path(shutil.copy(V1, tmp_path / "t.db"))
+    path = Path(shutil.copy(V2, tmp_path / "t.db"))
     sql(path, f"PRAGMA journal_mode={kind.split()[0]}")
     beside = ["t.db-wal"] if "newer" in kind else []
     for name_beside in beside:

@@ -13,11 +13,11 @@ from sqlalchemy import Column, MetaData, Table, Text
 
 from store_rows import (
     NOW,
-    V1,
-    V2_STEP,
+    V2,
+    V3_STEP,
     copy_of_v1,
     run_row,
-    second_version,
+    third_version,
     sql,
 )
 from tuning_db import (
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def version_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A schema 2 that this process takes for its own; the folder of its migrations."""
-    monkeypatch.setattr(schema, "MIGRATIONS", second_version(tmp_path))
-    monkeypatch.setattr(schema, "HEAD", 2)
+def version_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A schema 3 that this process takes for its own; the folder of its migrations."""
+    monkeypatch.setattr(schema, "MIGRATIONS", third_version(tmp_path))
+    monkeypatch.setattr(schema, "HEAD", 3)
     return schema.MIGRATIONS
 
 
@@ -63,9 +63,9 @@ def test_migrations_arrive_at_the_tables(tmp_path: Path) -> None:
         assert [change[0] for change in compare_metadata(context, more)] == ["add_table"]
 
 
-def test_the_first_step_still_makes_the_schema_of_version_1(tmp_path: Path) -> None:
+def test_the_steps_still_make_the_schema_of_version_2(tmp_path: Path) -> None:
     Store(tmp_path / "t.db", "write")
-    schemas = [sql(path, "SELECT * FROM sqlite_master") for path in (tmp_path / "t.db", V1)]
+    schemas = [sql(path, "SELECT * FROM sqlite_master") for path in (tmp_path / "t.db", V2)]
     made, committed = ({(row[1], row[4]) for row in rows} for rows in schemas)
     assert made == committed
 
@@ -82,8 +82,8 @@ def test_memory_has_the_tables_that_a_file_has(tmp_path: Path) -> None:
         )
 
 
-def test_version_1_is_read_and_continued() -> None:
-    store = Store(V1, "read")
+def test_version_2_is_read() -> None:
+    store = Store(V2, "read")
     [run] = store.runs()
     assert (run.problem["shape"]["seq_q"], run.state, run.started) == (8192, "finished", NOW)
     assert [(v.trial.program_key, v.best_us) for v in store.best(each=9)] == [
@@ -93,12 +93,12 @@ def test_version_1_is_read_and_continued() -> None:
 
 
 # D05
-def test_an_older_schema_is_migrated_with_a_backup(old: Path, version_2: Path) -> None:
+def test_an_older_schema_is_migrated_with_a_backup(old: Path, version_3: Path) -> None:
     before = sql(old, "SELECT * FROM trial")
     store = Store(old, "write")
-    assert sql(old, f"SELECT version_num FROM {schema.VERSION_TABLE}") == [("0002",)]
+    assert sql(old, f"SELECT version_num FROM {schema.VERSION_TABLE}") == [("0003",)]
     assert sql(old, "SELECT note FROM run") == [(None,)]
-    assert sql(old, "SELECT * FROM trial") == before
+    assert sql(old, "SELECT * FROM trial") == [(*row, None) for row in before]  # `seconds`
     backup = old.with_name("old.db.backup-v1")
     assert sql(backup, f"SELECT version_num FROM {schema.VERSION_TABLE}") == [("0001",)]
     assert sql(backup, "SELECT * FROM trial") == before
@@ -109,7 +109,7 @@ def test_an_older_schema_is_migrated_with_a_backup(old: Path, version_2: Path) -
 
 @pytest.mark.parametrize("options", [{"mode": "read"}, {"mode": "write", "migrates": False}])
 def test_an_older_schema_is_left_alone_by_who_may_not_migrate(
-    old: Path, version_2: Path, options: Any
+    old: Path, version_3: Path, options: Any
 ) -> None:
     before = old.read_bytes()
     with pytest.raises(SchemaTooOld, match=r"old\.db has schema version 1"):
@@ -130,21 +130,21 @@ def test_a_newer_schema_is_refused_and_not_written(old: Path, mode: Any, version
 
 
 # D05
-def test_a_migration_that_fails_leaves_the_old_schema(old: Path, version_2: Path) -> None:
-    step = version_2 / "versions" / "v0002_note.py"
-    step.write_text(V2_STEP + "    op.execute('INSERT INTO nothing VALUES (1)')\n")
+def test_a_migration_that_fails_leaves_the_old_schema(old: Path, version_3: Path) -> None:
+    step = version_3 / "versions" / "v0003_note.py"
+    step.write_text(V3_STEP + "    op.execute('INSERT INTO nothing VALUES (1)')\n")
     with pytest.raises(StoreError):
         Store(old, "write")
     assert sql(old, f"SELECT version_num FROM {schema.VERSION_TABLE}") == [("0001",)]
     assert "note" not in {row[1] for row in sql(old, "PRAGMA table_info(run)")}
-    step.write_text(V2_STEP)
+    step.write_text(V3_STEP)
     Store(old, "write")
     assert "note" in {row[1] for row in sql(old, "PRAGMA table_info(run)")}
 
 
 # D05
 def test_a_migration_waits_for_a_lock_and_then_fails_as_a_whole(
-    old: Path, version_2: Path
+    old: Path, version_3: Path
 ) -> None:
     holder = sqlite3.connect(old, isolation_level=None)
     holder.execute("BEGIN EXCLUSIVE")

@@ -52,7 +52,10 @@ class RunRow:
 
 @dataclass(frozen=True)
 class TrialRow:
-    """One candidate of a run, whatever became of it. Times are in microseconds."""
+    """One candidate of a run, whatever became of it. Times are in microseconds.
+
+    seconds: what it took to `build`, to `check` and to `time` it.
+    """
 
     run_id: int
     config: dict[str, Any]
@@ -71,6 +74,7 @@ class TrialRow:
     median_us: float | None = None
     predicted_us: float | None = None
     quarantined: str | None = None
+    seconds: dict[str, float] | None = None
     id: int | None = None
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ from tuning_db.tables import metadata
 if TYPE_CHECKING:
     from tuning_db.place import Place
 
-HEAD = 1
+HEAD = 2
 VERSION_TABLE = "fagen_schema_version"  # `alembic_version` is Optuna's in a shared file
 MIGRATIONS = Path(__file__).parent / "migrations"
 

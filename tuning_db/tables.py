@@ -66,6 +66,7 @@ trial = Table(
     Column("predicted_us", Positive),
     Column("created", Utc, nullable=False),
     Column("quarantined", Text),
+    Column("seconds", Json),
     Index(None, "run_id"),
     Index(None, "program_key"),
 )

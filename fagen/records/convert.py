@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from fagen.config import Config
-from fagen.outcome import Built, Check, KernelFacts, Outcome, Status, Timing, Verdict
+from fagen.outcome import Built, Check, KernelFacts, Outcome, Seconds, Status, Timing, Verdict
 from fagen.problem import Problem, problem_from_dict
 from fagen.records.values import Final, Plan, Record, Run
 from fagen.target import Target, Toolchain
@@ -123,6 +123,7 @@ def trial_row(run_id: int, outcome: Outcome) -> TrialRow:
         measure_policy=None if timing is None else timing.policy,
         median_us=outcome.median_us,
         predicted_us=outcome.predicted_us,
+        seconds=None if outcome.seconds is None else asdict(outcome.seconds),
     )
 
 
@@ -152,6 +153,7 @@ def _outcome(row: TrialRow, config: Config) -> Outcome:
         verdict=None if row.checks is None else verdict_of(row.checks, row.checked_on or ""),
         timing=_timing(row),
         predicted_us=row.predicted_us,
+        seconds=None if row.seconds is None else Seconds(**row.seconds),
     )
 
 

@@ -62,21 +62,23 @@ class InterpretJob:
 
 @dataclass(frozen=True)
 class Tried:
-    """What became of one program in a worker."""
+    """What became of one program in a worker. time_s: of its seconds there, those of timing."""
 
     status: Status
     reason: str = ""
     verdict: Verdict | None = None
     timing: Timing | None = None
+    time_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class BuildReply:
-    """Either `built`, or why not."""
+    """Either `built`, or why not. seconds: wall time of one process."""
 
     built: Built | None
     status: Status = Status.OK
     reason: str = ""
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from fagen.config import Config
 from fagen.errors import WorkerDied
 from fagen.generate import lint
 from fagen.generate.program import Program
-from fagen.outcome import Outcome, Status
+from fagen.outcome import Outcome, Seconds, Status
 from fagen.tune.jobs import BuildReply, Tried
 from fagen.tune.plan import Plan
 from fagen.tune.result import is_time
@@ -88,11 +88,18 @@ class Pipeline:
         twin = self._sources.get(program.key)
         if twin is not None:
             reason = twin.reason or f"same source as {twin.config}"
-            return replace(twin, config=config, reason=reason)
+            return replace(twin, config=config, reason=reason, seconds=Seconds())
         reply = self._built(candidate)
         if reply is None:
             return None
-        outcome = Outcome(config, reply.status, reply.reason, program.key, program.template_digest)
+        outcome = Outcome(
+            config,
+            reply.status,
+            reply.reason,
+            program.key,
+            program.template_digest,
+            seconds=Seconds(build=reply.seconds),
+        )
         return outcome if reply.built is None else self._tried(outcome, reply, program)
 
     def _built(self, candidate: _Candidate) -> BuildReply | None:
@@ -109,15 +116,18 @@ class Pipeline:
         rejected = lint.why_rejected(built, plan.target)
         if rejected is not None:
             return replace(outcome, status=Status.LINT_REJECTED, reason=rejected)
+        began = plan.clock()
         tried = self._worked(program) if plan.timed else self._interpreted(outcome, program)
         if tried is None:
             return None
+        took = plan.clock() - began
         return replace(
             outcome,
             status=tried.status,
             reason=tried.reason,
             verdict=tried.verdict,
             timing=tried.timing,
+            seconds=Seconds(reply.seconds, took - tried.time_s, tried.time_s),
         )
 
     def _interpreted(self, outcome: Outcome, program: Program) -> Tried:

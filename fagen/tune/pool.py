@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 from fagen.errors import CacheError, WorkerDied
 from fagen.generate.program import Program
@@ -63,6 +65,17 @@ class BuildPool:
     def _build(self, program: Program) -> BuildReply:
         child = self._idle.get()
         try:
+            child.start()
+            began = time.monotonic()
+            reply = self._built(child, program)
+            return replace(reply, seconds=time.monotonic() - began)
+        except WorkerDied as died:  # it did not start
+            return BuildReply(None, Status.BUILD_ERROR, died.message)
+        finally:
+            self._idle.put(child)
+
+    def _built(self, child: Child, program: Program) -> BuildReply:
+        try:
             reply: BuildReply = child.call(BuildJob(program, self._target), self._limit_s)
             return reply
         except WorkerDied as died:
@@ -75,8 +88,6 @@ class BuildPool:
                     "Look at FAGEN_CACHE and at the disk, then run the same again.",
                 ) from None
             return BuildReply(None, Status.BUILD_ERROR, str(failed))
-        finally:
-            self._idle.put(child)
 
 
 def _start(child: Child) -> None:

@@ -12,6 +12,7 @@ import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -201,6 +202,7 @@ class Bench:
         ]
         self._scale = job.problem.shape.head_dim**-0.5
         self._best_us: float | None = None
+        self._passed: dict[str, Verdict] = {}  # by the program's key, at level "full"
 
     def try_program(self, job: TryProgram) -> Tried:
         return _guarded(lambda: self._timed(job.program))
@@ -239,6 +241,7 @@ class Bench:
         runner, tried = self._verified(program, "full")
         if tried.status != Status.OK:
             return tried
+        began = time.perf_counter()
         timing = measure(
             self._launches(runner),
             job.policy,
@@ -246,6 +249,7 @@ class Bench:
             sets=len(self._sets),
             give_up_us=self._best_us,
         )
+        tried = replace(tried, time_s=time.perf_counter() - began)
         doubt = impossible(job.problem, job.target, timing.median_us, job.policy)
         if doubt is not None:
             return replace(tried, status=Status.CRASHED, reason=f"no usable time: {doubt}")
@@ -255,8 +259,12 @@ class Bench:
     def _verified(self, program: Program, level: Level) -> tuple[Runner, Tried]:
         runner = self._load(program)
         launch = runner.launch_poisoned
+        if level == "full" and program.key in self._passed:  # timed once more
+            return runner, Tried(Status.OK, "", self._passed[program.key])
         verdict = self._gate.check(launch, _tile(program), program.limits, level=level)
         if verdict.passed:
+            if level == "full":
+                self._passed[program.key] = verdict
             return runner, Tried(Status.OK, "", verdict)
         return runner, Tried(Status.WRONG_RESULT, _why_wrong(verdict), verdict)
 
