@@ -16,8 +16,8 @@ from store_rows import (
     later,
     python,
     run_row,
-    third_version,
     sql,
+    third_version,
     trial_row,
     verdict_row,
 )

@@ -18,8 +18,8 @@ from store_rows import (
     V3_STEP,
     copy_of_v1,
     run_row,
-    third_version,
     sql,
+    third_version,
     verdict_row,
 )
 from tuning_db import Store, schema

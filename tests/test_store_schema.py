@@ -17,8 +17,8 @@ from store_rows import (
     V3_STEP,
     copy_of_v1,
     run_row,
-    third_version,
     sql,
+    third_version,
 )
 from tuning_db import (
     DatabaseLocked,
