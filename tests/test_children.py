@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from acting import acting_environment, alive, awaited, gone, left_over
 from fagen.errors import CacheError, DeviceBusy, WorkerDied
 from fagen.generate.program import Entry, Program
 from fagen.outcome import Status
@@ -61,23 +61,6 @@ def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Child]:
     made = Child("build", module="odd_worker")
     yield made
     made.close()
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    with contextlib.suppress(FileNotFoundError):
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    return True
-
-
-def gone(pid: int, within_s: float = 5.0) -> bool:
-    until = time.monotonic() + within_s
-    while alive(pid) and time.monotonic() < until:
-        time.sleep(0.02)
-    return not alive(pid)
 
 
 def test_a_child_answers_jobs_one_after_the_other_in_one_process(child: Child) -> None:
@@ -177,28 +160,39 @@ def test_close_ends_a_call_of_another_thread_and_nothing_starts_after(child: Chi
         child.call("value = 7", 10.0)
 
 
-def test_a_child_dies_with_a_parent_that_was_killed(tmp_path: Path, child: Child) -> None:
-    script = tmp_path / "parent.py"
+@pytest.mark.parametrize(
+    "busy",
+    [
+        "while True: time.sleep(1)",
+        "import ctypes; ctypes.PyDLL(None).sleep(60)",  # no other thread of the child runs
+        "os.kill(os.getpid(), signal.SIGSTOP)",
+        "subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])",
+    ],
+    ids=["runs", "holds the GIL", "stopped", "waits for its own child"],
+)
+def test_a_child_dies_with_a_parent_that_was_killed(
+    tmp_path: Path, child: Child, busy: str
+) -> None:
+    script, flag = tmp_path / "parent.py", tmp_path / "busy"
     script.write_text(
         textwrap.dedent(
-            """
-            import threading
+            f"""
             from fagen.tune.children import Child
             child = Child("build", module="odd_worker")
-            child.start()
-            print(child.pid, flush=True)
-            child.call("while True: time.sleep(1)", 60.0)
+            child.call("open({str(flag)!r}, 'w').close()\\n" + {busy!r}, 60.0)
             """
         )
     )
-    root = str(Path(__file__).resolve().parents[1])
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), root])}
-    with subprocess.Popen([sys.executable, script], env=env, stdout=-1, text=True) as parent:
-        assert parent.stdout is not None
-        pid = int(parent.stdout.readline())
-        assert alive(pid)
-        parent.send_signal(signal.SIGKILL)
-    assert gone(pid)
+    env = {**os.environ, **acting_environment(tmp_path)}
+    env["PYTHONPATH"] += os.pathsep + str(tmp_path)
+    with subprocess.Popen([sys.executable, script], env=env) as parent:
+        assert awaited(flag.exists, 20.0)
+        parent.kill()
+    awaited(lambda: not left_over(tmp_path), 2.0)
+    orphans = left_over(tmp_path)
+    for pid in orphans:
+        os.kill(pid, signal.SIGKILL)
+    assert orphans == {}
 
 
 def test_ctrl_c_in_a_terminal_does_not_reach_the_children(child: Child) -> None:
