@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,9 +17,13 @@ from pathlib import Path
 import pytest
 
 from acting import acting_environment, alive, awaited, gone, left_over
+from fagen.config import Config
 from fagen.errors import CacheError, DeviceBusy, WorkerDied
+from fagen.generate.families import flash
 from fagen.generate.program import Entry, Program
+from fagen.generate.render import render
 from fagen.outcome import Status
+from fagen.problem import make_problem
 from fagen.tune.children import TAIL_BYTES, Child, JobFailed, Raised
 from fagen.tune.device import device_lock, lock_path, others_in
 from fagen.tune.events import Event, WaitingForDevice, ignore
@@ -392,6 +397,22 @@ def test_the_real_build_process_answers_for_a_source_that_is_no_python() -> None
         pool.close()
     assert [(r.built, r.status) for r in replies] == [(None, Status.BUILD_ERROR)] * 2
     assert "SyntaxError" in replies[0].reason
+
+
+# C04
+def test_a_compiler_that_can_not_keep_its_results_is_no_candidates_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "triton"))
+    problem = make_problem(64, 16)
+    program = render(problem, Config("flash", flash.Knobs(64, 32, 4, 1)))
+    pool = BuildPool(TARGET, 1)
+    try:
+        with pytest.raises(CacheError, match=re.escape(str(tmp_path / "file"))):
+            pool.submit(program).result(120)
+    finally:
+        pool.close()
 
 
 # The lock of a device.

@@ -20,7 +20,7 @@ MOST_BUILDERS = 16
 # A candidate compiles in 1.5-5 s on one core; 12 times that leaves room for a loaded machine.
 BUILD_LIMIT_S = 60.0
 # Of this machine, not of a candidate: as a row it would never be tried again.
-STORAGE = ("CacheError", "OSError", "PermissionError", "FileNotFoundError")
+STORAGE = ("CacheError", "OSError", "PermissionError", "FileNotFoundError", "NotADirectoryError")
 
 
 def builder_count() -> int:
@@ -85,7 +85,7 @@ class BuildPool:
             if failed.raised.kind in STORAGE:
                 raise CacheError(
                     f"A kernel could not be written: {failed.raised.message}",
-                    "Look at FAGEN_CACHE and at the disk, then run the same again.",
+                    "Look at FAGEN_CACHE, TRITON_CACHE_DIR and the disk, then run the same again.",
                 ) from None
             return BuildReply(None, Status.BUILD_ERROR, str(failed))
 

@@ -125,6 +125,10 @@ def _build_role() -> Handlers:
         try:
             return BuildReply(build(job.program, job.target))
         except BuildFailed as failed:
+            if isinstance(
+                failed.__cause__, OSError
+            ):  # no room, no ptxas: not the candidate's fault
+                raise failed.__cause__ from None
             return BuildReply(None, failed.status, _short(failed))
 
     return {BuildJob: run}
