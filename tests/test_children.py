@@ -18,7 +18,7 @@ import pytest
 
 from acting import acting_environment, alive, awaited, gone, left_over
 from fagen.config import Config
-from fagen.errors import CacheError, DeviceBusy, WorkerDied
+from fagen.errors import CacheError, DeviceBusy, FagenError, WorkerDied
 from fagen.generate.families import flash
 from fagen.generate.program import Entry, Program
 from fagen.generate.render import render
@@ -355,6 +355,22 @@ def test_the_interpreter_gets_a_twin_in_a_dtype_it_computes_right() -> None:
     worker.try_program(second, 5.0)
     assert {job.program.problem.shape.dtype for job in stub.jobs} == {"fp16"}  # type: ignore[attr-defined]
     assert interpretable(interpretable(PROBLEM)) == interpretable(PROBLEM)
+
+
+def test_an_interpreter_that_does_not_start_is_no_candidates_fault() -> None:
+    class Unborn(StubChild):
+        def start(self) -> None:
+            if self.answers and self.answers.pop(0) is None:
+                raise WorkerDied("ended: SIGKILL", timed_out=False)
+
+    worker = InterpretWorker(render_fake)
+    worker.prepare(PROBLEM, TARGET, None)
+    worker._child = Unborn(None, "started", Tried(Status.PREDICTED))  # type: ignore[assignment]
+    [program] = programs(1)
+    assert worker.try_program(program, 5.0).status == Status.PREDICTED
+    worker._child = Unborn(None, None)  # type: ignore[assignment]
+    with pytest.raises(FagenError, match="Nothing can be verified: ended: SIGKILL"):
+        worker.try_program(program, 5.0)
 
 
 @pytest.mark.parametrize(

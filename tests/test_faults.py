@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -33,8 +33,9 @@ from acting import (
 )
 from acting_tune import CANDIDATES
 from fagen.config import Config
-from fagen.errors import CacheError, DatabaseError
+from fagen.errors import CacheError, DatabaseError, FagenError
 from fagen.generate.families import config_from_dict
+from fagen.generate.program import Program
 from fagen.generate.space import SearchSpace
 from fagen.outcome import Status
 from fagen.records import Record, Records
@@ -281,6 +282,104 @@ def test_candidates_that_hang_do_not_take_a_run_past_its_budget(
     assert result.winner is not None and result.winner.config == space.configs[0]
     # Cut off by the run's own end: not the fault of whoever was under way.
     assert [row.config for row in rows_of(records)] == [space.configs[0]]
+    assert left_over(folder) == {}
+
+
+# What kills a process between two candidates is no candidate's fault.
+
+
+def at_third_row(act: Callable[[], None]) -> Callable[[Event], None]:
+    def on_event(event: Event) -> None:
+        if isinstance(event, TrialDone) and event.done == 3:
+            act()
+
+    return on_event
+
+
+def kill(child: Child) -> None:
+    process = child._process
+    assert process is not None
+    process.kill()
+    assert awaited(lambda: process.poll() is not None, 5.0)
+
+
+@pytest.mark.parametrize("moment", ["idle", "starting-gpu", "preparing-gpu"])
+def test_a_gpu_process_killed_between_candidates_costs_no_row(
+    folder: Path, records: Records, moment: str
+) -> None:
+    space, worker = small_space(8), GpuWorker("cuda:0")
+
+    def strike() -> None:
+        (folder / moment).touch()
+        kill(worker._child)
+
+    plan = plan_of(records, space, {}, worker=worker, on_event=at_third_row(strike))
+    result = run(plan)
+    assert result.counts == {Status.OK: 8}
+    assert len({row.verdict.where for row in rows_of(records) if row.verdict is not None}) == 2
+
+
+@pytest.mark.parametrize("moment", ["starting-gpu", "preparing-gpu"])
+def test_a_gpu_that_is_lost_ends_the_run_and_is_no_candidates_fault(
+    folder: Path, records: Records, moment: str
+) -> None:
+    space, worker = small_space(8), GpuWorker("cuda:0")
+
+    def strike() -> None:
+        (folder / moment).write_text("every time")
+        kill(worker._child)
+
+    plan = plan_of(records, space, {}, worker=worker, on_event=at_third_row(strike))
+    with pytest.raises(FagenError, match=r"GPU .*SIGKILL") as lost:
+        run(plan)
+    assert lost.value.next_step
+    assert [row.status for row in rows_of(records)] == [Status.OK] * 3
+    assert left_over(folder) == {}
+    (folder / moment).unlink()
+    assert run(plan_of(records, space, {})).counts == {Status.OK: 5}
+
+
+def test_a_build_process_killed_between_candidates_costs_no_row(folder: Path) -> None:
+    programs = [plan_render(config) for config in small_space(4).configs]
+    pool = BuildPool(TARGET, 1)
+    try:
+        assert pool.submit(programs[0]).result(60).status is Status.OK
+        for moment, program in zip(["idle", "starting-build"], programs[1:], strict=False):
+            (folder / moment).touch()
+            kill(pool._children[0])
+            assert pool.submit(program).result(60).status is Status.OK
+        (folder / "starting-build").write_text("every time")
+        kill(pool._children[0])
+        with pytest.raises(FagenError, match=r"build .*SIGKILL") as lost:
+            pool.submit(programs[3]).result(60)
+        assert lost.value.next_step
+    finally:
+        pool.close()
+    assert left_over(folder) == {}
+
+
+def plan_render(config: Config) -> Program:
+    return rendering(lambda _: RIGHT)(PROBLEM, config)
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["others race", "the GPU is lost"])
+def test_a_finalist_that_kills_its_process_does_not_win_and_blames_no_other(
+    folder: Path, records: Records, lost: bool
+) -> None:
+    space = small_space(8)
+    best, second = sorted(space.configs, key=formula_us)[:2]
+    break_gpu = "Path(os.environ['ACTING'], 'preparing-gpu').write_text('every time')\n"
+    acts = {best: Act(confirm=break_gpu * lost + "os.abort()")}
+    result = run(plan_of(records, space, acts))
+    assert result.winner is not None and result.winner.config == second
+    if lost:
+        assert re.search("No race: The GPU can't be used: .*SIGKILL", result.note)
+    else:
+        assert (result.note, result.winner_us) == ("", formula_us(second))
+    rows = Counter((row.config, row.status) for row in rows_of(records))
+    assert rows == Counter([(c, Status.OK) for c in space.configs] + [(best, Status.CRASHED)])
+    served = records.best(PROBLEM, TARGET, TOOLCHAIN)
+    assert served is not None and served.config == second
     assert left_over(folder) == {}
 
 

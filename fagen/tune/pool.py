@@ -13,7 +13,7 @@ from fagen.errors import CacheError, WorkerDied
 from fagen.generate.program import Program
 from fagen.outcome import Status
 from fagen.target import Target
-from fagen.tune.children import Child, JobFailed
+from fagen.tune.children import Child, JobFailed, begun
 from fagen.tune.jobs import BuildJob, BuildReply
 
 MOST_BUILDERS = 16
@@ -30,8 +30,8 @@ def builder_count() -> int:
 
 
 class BuildPool:
-    """A crash or a hang of the compiler costs one row. Only a folder that can't be written raises
-    CacheError, as the result."""
+    """A crash or a hang of the compiler costs one row. Only what this machine lacks raises, as the
+    result: CacheError for a folder that can't be written, FagenError where no process comes up."""
 
     def __init__(self, target: Target, size: int, limit_s: float = BUILD_LIMIT_S) -> None:
         self.size = size
@@ -65,12 +65,10 @@ class BuildPool:
     def _build(self, program: Program) -> BuildReply:
         child = self._idle.get()
         try:
-            child.start()
+            begun(child.start, "Nothing can be compiled")
             began = time.monotonic()
             reply = self._built(child, program)
             return replace(reply, seconds=time.monotonic() - began)
-        except WorkerDied as died:  # it did not start
-            return BuildReply(None, Status.BUILD_ERROR, died.message)
         finally:
             self._idle.put(child)
 
