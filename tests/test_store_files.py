@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 import sqlite3
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,24 @@ def test_a_full_disk_is_named_and_costs_the_row_at_hand_alone(
     assert ids
     assert sorted(v.trial.id or 0 for v in store.trials()) == ids
     assert sql(tmp_path / "t.db", "PRAGMA integrity_check") == [("ok",)]
+
+
+# T06
+def test_ctrl_c_while_a_connection_closes_logs_no_traceback_and_the_row_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Interrupted(sqlite3.Connection):
+        def close(self) -> None:
+            super().close()
+            raise KeyboardInterrupt
+
+    store = Store(tmp_path / "t.db", "write")
+    monkeypatch.setattr(sqlite3, "connect", partial(sqlite3.connect, factory=Interrupted))
+    with pytest.raises(KeyboardInterrupt):
+        store.add_run(run_row())
+    monkeypatch.undo()
+    assert caplog.text == ""
+    assert len(store.runs()) == 1
 
 
 # C04

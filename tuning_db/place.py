@@ -77,6 +77,8 @@ def engine_of(place: Place, access: Access, wait_s: float) -> Engine:
             creator=lambda: _connect(path, access, wait_s),
             poolclass=NullPool,
         )
+        # It logs the traceback of what it raises anyway; most of a write is the closing.
+        logging.getLogger("sqlalchemy.pool.impl.NullPool").addFilter(_no_interrupt)
     event.listen(engine, "begin", _begin)
     return engine
 
@@ -95,6 +97,11 @@ def network_file_system(path: Path) -> str | None:
         if real.is_relative_to(folder) and len(folder.parts) >= len(holder.parts):
             holder, kind = folder, fs_type
     return kind if kind.startswith(_NETWORK) else None
+
+
+def _no_interrupt(record: logging.LogRecord) -> bool:
+    kind = record.exc_info[0] if record.exc_info else None
+    return kind is None or not issubclass(kind, KeyboardInterrupt)
 
 
 def _server_engine(url: URL) -> Engine:
