@@ -36,6 +36,7 @@ LIBRARIES: dict[str, set[str]] = {
     "fagen.judge.": {"torch"},
     "fagen.judge.peers.packages": {"fa3_fwd_interface", "flash_attn"},  # optional
     "fagen.tune.search": {"optuna"},
+    "fagen.tune.sampler": {"optuna", "numpy"},
     "fagen.tune.worker": {"torch"},  # the child that owns the GPU
     "fagen.serve.": {"torch"},
     "fagen.report": {"rich"},

@@ -22,6 +22,7 @@ COMMANDS = {
     "why": "fagen.cli.why",
     "show": "fagen.cli.show",
     "bench": "fagen.cli.bench",
+    "bench-tuner": "fagen.cli.bench_tuner",
     "doctor": "fagen.cli.doctor",
     "db": "fagen.cli.db",
 }

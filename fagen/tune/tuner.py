@@ -7,7 +7,7 @@ import operator
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from fagen import settings
@@ -194,9 +194,10 @@ def _opened(plan: Plan) -> _Run:
     changed = [o for o in known if o not in current and o.median_us is not None]
     changed.sort(key=lambda o: (o.median_us or 0.0, o.config.key))
     near = [*(o.config for o in changed), *plan.ledger.neighbours()]
-    seeds = starting_points(space, plan.predict, known, near)
+    seeds = starting_points(space, known, near)
     values = [(o.config, value_of(o, timed=plan.timed)) for o in done]
-    search = Search(space, plan.seed, values, trials=plan.trials, seeds=seeds, prior=plan.predict)
+    estimate = cache(plan.predict)  # of every config, by the search and by its sampler
+    search = Search(space, plan.seed, values, trials=plan.trials, seeds=seeds, prior=estimate)
     incumbent = plan.ledger.incumbent()
     sizes = len(space.configs), len(done), plan.trials
     plan.on_event(
