@@ -21,6 +21,7 @@ COMMANDS = {
     "tune": "fagen.cli.tune",
     "why": "fagen.cli.why",
     "show": "fagen.cli.show",
+    "repro": "fagen.cli.repro",
     "bench": "fagen.cli.bench",
     "doctor": "fagen.cli.doctor",
     "db": "fagen.cli.db",

@@ -133,7 +133,8 @@ def detail_lines(record: Record) -> list[str]:
     checks = record.verdict.checks if record.verdict is not None else ()
     lines += [check_line(check) for check in checks]
     lines += facts_lines(record.outcome.built)
-    return [*lines, f"Source: fagen show {record.trial_id}"]
+    number = record.trial_id
+    return [*lines, f"Source: fagen show {number}. To try it again: fagen repro {number}"]
 
 
 def localized(rows: Iterable[Row]) -> list[Row]:
