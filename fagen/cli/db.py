@@ -128,6 +128,8 @@ def trials(
 ) -> None:
     """List the trials, newest first, with what became of each and why.
 
+    `fagen repro TRIAL` writes a script that tries one of them again.
+
     \b
     Example:
       fagen db trials --run 3 --status wrong_result

@@ -208,7 +208,7 @@ class Bench:
         return _guarded(lambda: self._timed(job.program))
 
     def confirm(self, job: Confirm) -> Tried:
-        return _guarded(lambda: self._verified(job.program, "finalist")[1])
+        return _guarded(lambda: self._verified(job.program, job.level)[1])
 
     def race(self, job: Race) -> RaceReply:
         from fagen.judge.measure import race
