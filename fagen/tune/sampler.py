@@ -184,7 +184,8 @@ class _Process:
 
     def variances(self) -> Vector:
         rows = self._rows[: self._count]
-        return np.maximum(1.0 - np.einsum("ij,ij->j", rows, rows), 1e-9)
+        left: Vector = np.maximum(1.0 - np.einsum("ij,ij->j", rows, rows), 1e-9)
+        return left
 
     def _correlations(self, place: int) -> Vector:
         apart = self._knobs - self._hot @ self._hot[place]
