@@ -15,9 +15,12 @@ GATE = "3: fp64 truth, 2x baseline + 1e-5"
 
 
 class Status(StrEnum):
-    """Stored as text. `ok`: verified and timed; `predicted`: never timed, so only ever a seed."""
+    """Stored as text. `ok`: verified and timed; `slower`: right on a first case and, by a few
+    samples, clearly slower than the fastest, so neither checked further nor ever served;
+    `predicted`: never timed, so only ever a seed."""
 
     OK = "ok"
+    SLOWER = "slower"
     INVALID = "invalid"
     BUILD_ERROR = "build_error"
     OUT_OF_RESOURCES = "out_of_resources"

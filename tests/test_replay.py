@@ -262,5 +262,3 @@ def test_export_and_replay_from_the_command_line(
     assert main([*words[:3], "77", *words[4:], "--out", str(tmp_path / "e.gz")]) == 1
     assert "Nothing was timed" in capsys.readouterr().err
     assert not (tmp_path / "e.gz").exists()
-
-

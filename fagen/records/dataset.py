@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from fagen.records.values import Record
 
 SCHEMA = 1  # of the file; a field that changes its meaning raises it
+TIMED = (Status.OK, Status.SLOWER)
 MAKE_ONE = "Make one with: fagen db export"
 
 
@@ -125,8 +126,8 @@ def _dataset(problem: Problem, policy: str, records: list[Record]) -> Dataset:
 
 def _measured(config: Config, tried: list[Outcome]) -> Measured:
     last = tried[-1]
-    right = [o for o in tried if o.status is Status.OK and o.timing is not None]
-    if last.status is not Status.OK:  # refused in the end: no time of it counts
+    right = [o for o in tried if o.status in TIMED and o.timing is not None]
+    if last.status not in TIMED:  # refused in the end: no time of it counts
         right = []
     return Measured(
         config=config,

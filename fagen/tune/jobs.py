@@ -24,7 +24,7 @@ class Prepare:
 
 @dataclass(frozen=True)
 class TryProgram:
-    """Verify, then time."""
+    """A first check, then the time; what is not clearly slower than others is verified."""
 
     program: Program
 

@@ -160,7 +160,7 @@ def _verified_us(outcome: Outcome) -> float:
 
 def _checked(tried: Tried) -> Tried:
     """A timing that is no time is a failure, not a fast kernel."""
-    if tried.status != Status.OK:
+    if tried.status not in (Status.OK, Status.SLOWER):
         return tried
     samples = tried.timing.samples_us if tried.timing is not None else ()
     if samples and all(is_time(sample) for sample in samples):

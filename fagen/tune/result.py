@@ -107,7 +107,7 @@ def is_time(value_us: float | None) -> bool:
 def value_of(outcome: Outcome, *, timed: bool) -> float | None:
     """What the search minimises; None for a failure."""
     if timed:
-        return outcome.median_us if outcome.status == Status.OK else None
+        return outcome.median_us if outcome.status in (Status.OK, Status.SLOWER) else None
     return outcome.predicted_us if outcome.status in (Status.PREDICTED, Status.OK) else None
 
 
@@ -116,7 +116,7 @@ def finalists(
 ) -> list[Outcome]:
     """The best `keep` by single-pass time, one of each source, and the default and the earlier
     winner where they are right."""
-    right = [o for o in outcomes if value_of(o, timed=True) is not None]
+    right = [o for o in outcomes if o.status == Status.OK and o.median_us is not None]
     right.sort(key=lambda o: (o.median_us or 0.0, o.config.key))
     distinct: dict[str, Outcome] = {}
     for outcome in right:

@@ -208,7 +208,7 @@ class Bench:
         return _guarded(lambda: self._timed(job.program))
 
     def confirm(self, job: Confirm) -> Tried:
-        return _guarded(lambda: self._verified(job.program, job.level)[1])
+        return _guarded(lambda: self._verified(job.program, self._load(job.program), job.level))
 
     def race(self, job: Race) -> RaceReply:
         from fagen.judge.measure import race
@@ -238,7 +238,8 @@ class Bench:
         from fagen.judge.measure import impossible, measure
 
         job = self._job
-        runner, tried = self._verified(program, "full")
+        runner = self._load(program)
+        tried = self._verified(program, runner, "smoke")
         if tried.status != Status.OK:
             return tried
         began = time.perf_counter()
@@ -249,24 +250,30 @@ class Bench:
             sets=len(self._sets),
             give_up_us=self._best_us,
         )
-        tried = replace(tried, time_s=time.perf_counter() - began)
+        took = time.perf_counter() - began
+        if self._best_us is not None and len(timing.samples_us) < job.policy.samples:
+            ratio = min(timing.samples_us) / self._best_us
+            reason = f"{ratio:.2f}x the time of the fastest by then: not checked any further"
+            return Tried(Status.SLOWER, reason, timing=timing, time_s=took)
+        tried = replace(self._verified(program, runner, "full"), time_s=took)
+        if tried.status != Status.OK:
+            return tried
         doubt = impossible(job.problem, job.target, timing.median_us, job.policy)
         if doubt is not None:
             return replace(tried, status=Status.CRASHED, reason=f"no usable time: {doubt}")
         self._best_us = min(timing.median_us, self._best_us or timing.median_us)
         return replace(tried, timing=timing)
 
-    def _verified(self, program: Program, level: Level) -> tuple[Runner, Tried]:
-        runner = self._load(program)
+    def _verified(self, program: Program, runner: Runner, level: Level) -> Tried:
         launch = runner.launch_poisoned
         if level == "full" and program.key in self._passed:  # timed once more
-            return runner, Tried(Status.OK, "", self._passed[program.key])
+            return Tried(Status.OK, "", self._passed[program.key])
         verdict = self._gate.check(launch, _tile(program), program.limits, level=level)
         if verdict.passed:
             if level == "full":
                 self._passed[program.key] = verdict
-            return runner, Tried(Status.OK, "", verdict)
-        return runner, Tried(Status.WRONG_RESULT, _why_wrong(verdict), verdict)
+            return Tried(Status.OK, "", verdict)
+        return Tried(Status.WRONG_RESULT, _why_wrong(verdict), verdict)
 
     def _load(self, program: Program) -> Runner:
         from fagen.run.kernel import load
