@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import pytest
 
@@ -37,6 +38,7 @@ from fagen.tune import events
 from fagen.tune.finale import FINALISTS
 from fagen.tune.jobs import BuildReply, Tried
 from fagen.tune.ledger import Ledger
+from fagen.tune.plan import Plan
 from fagen.tune.result import Final, choose, finalists
 from fagen.tune.signals import Terminated
 from fagen.tune.tuner import run, tune
@@ -356,6 +358,30 @@ def test_finalists_are_distinct_sources_with_default_and_incumbent() -> None:
 
 
 # T07 and resume: what the budgets mean.
+
+
+@pytest.mark.parametrize(
+    ("words", "trials", "seconds"),
+    [
+        ({}, 64, 75.0),
+        ({"effort": "quick"}, 20, 40.0),
+        ({"effort": "full"}, 256, 300.0),
+        ({"effort": "full", "trials": 3}, 3, 300.0),
+        ({"effort": "quick", "timeout": 7}, 20, 7),
+        ({"trials": 0, "timeout": 0.0}, 0, 0.0),
+    ],
+)
+def test_an_effort_is_trials_and_a_timeout_unless_they_are_given(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    words: dict[str, Any],
+    trials: int,
+    seconds: float,
+) -> None:
+    plans: list[Plan] = []
+    monkeypatch.setattr("fagen.tune.tuner.run", plans.append)
+    tune(PROBLEM, target="h200", db=str(tmp_path / "t.db"), **words)
+    assert [(plan.trials, plan.timeout_s) for plan in plans] == [(trials, seconds)]
 
 
 def test_trials_is_the_total_of_a_key_and_a_rerun_goes_on() -> None:
@@ -707,6 +733,8 @@ def test_ctrl_c_while_a_run_closes_loses_neither_its_race_nor_its_result() -> No
     ("words", "error"),
     [
         ({"trials": -1}, BadSetting),
+        ({"effort": "heroic"}, BadSetting),
+        ({"effort": 3}, BadSetting),
         ({"trials": 1.5}, BadSetting),
         ({"timeout": float("nan")}, BadSetting),
         ({"timeout": float("inf")}, BadSetting),

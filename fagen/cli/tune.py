@@ -22,12 +22,22 @@ if TYPE_CHECKING:
 @shape_options(required=True)
 @place_options
 @click.option(
-    "--trials",
-    type=click.IntRange(min=0),
-    help="Trials of this shape in all, earlier runs included.",
+    "--effort",
+    type=click.Choice(["quick", "normal", "full"]),
+    default="normal",
+    show_default=True,
+    help="20, 64 or 256 trials, in 60, 150 or 600 s at most.",
 )
 @click.option(
-    "--timeout", type=click.FloatRange(min=0), metavar="SECONDS", help="Wall time of this run."
+    "--trials",
+    type=click.IntRange(min=0),
+    help="Trials of this shape in all, earlier runs included [default: by --effort].",
+)
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0),
+    metavar="SECONDS",
+    help="Wall time of this run [default: by --effort].",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the search.")
 @db_option
@@ -37,6 +47,7 @@ def command(
     problem: Problem,
     device: str | None,
     target: str | None,
+    effort: str,
     trials: int | None,
     timeout: float | None,
     seed: int,
@@ -60,7 +71,7 @@ def command(
         offline = "" if has_gpu else ", offline: nothing will be timed"
         note(f"Tuning {problem} on {where}{offline}.")
     with _watcher(quiet) as watcher:
-        from fagen.tune.tuner import TRIALS, tune  # slow to import: the first line is out by now
+        from fagen.tune.tuner import tune  # slow to import: the first line is out by now
 
         stopped: Interrupted | None = None
         try:
@@ -68,7 +79,8 @@ def command(
                 problem,
                 target=None if has_gpu else where,
                 device=device,
-                trials=TRIALS if trials is None else trials,
+                effort=effort,
+                trials=trials,
                 timeout=timeout,
                 seed=seed,
                 db=db,

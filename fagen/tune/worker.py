@@ -52,6 +52,7 @@ STICKY = re.compile(
     r"|invalid address space|unknown error|CUDA_ERROR_(ILLEGAL|MISALIGNED|LAUNCH|ASSERT)",
     re.IGNORECASE,
 )
+BUILD_NICENESS = 5
 RESOURCES = re.compile(r"out of memory|out of resource|too many resources", re.IGNORECASE)
 
 
@@ -108,6 +109,9 @@ def _short(error: BaseException) -> str:
 
 
 def _build_role() -> Handlers:
+    # The builds fill every core, and the process on the GPU waits for its own: a check took 0.43 s
+    # beside 16 builds and 0.27 s without (bf16 D128 N4096, one H200).
+    os.nice(BUILD_NICENESS)
     from fagen.generate.build import BuildFailed, build  # imports Triton once for all jobs
 
     def run(job: BuildJob) -> BuildReply:
