@@ -46,7 +46,7 @@ class Effort:
     offline_timeout_s: float
 
 
-# On two measured spaces 16 trials find 0.996 of the optimum in 9 of 10 runs and 64 all of it
+# On two measured spaces 16 trials find 0.995 of the optimum in 9 of 10 runs and 64 all of it
 # (docs/search.md).
 EFFORTS = {
     "quick": Effort(20, 60.0, 40.0),
