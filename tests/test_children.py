@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,9 +16,14 @@ from pathlib import Path
 
 import pytest
 
-from fagen.errors import CacheError, DeviceBusy, WorkerDied
+from acting import acting_environment, alive, awaited, gone, left_over
+from fagen.config import Config
+from fagen.errors import CacheError, DeviceBusy, FagenError, WorkerDied
+from fagen.generate.families import flash
 from fagen.generate.program import Entry, Program
+from fagen.generate.render import render
 from fagen.outcome import Status
+from fagen.problem import make_problem
 from fagen.tune.children import TAIL_BYTES, Child, JobFailed, Raised
 from fagen.tune.device import device_lock, lock_path, others_in
 from fagen.tune.events import Event, WaitingForDevice, ignore
@@ -61,23 +66,6 @@ def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Child]:
     made = Child("build", module="odd_worker")
     yield made
     made.close()
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    with contextlib.suppress(FileNotFoundError):
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    return True
-
-
-def gone(pid: int, within_s: float = 5.0) -> bool:
-    until = time.monotonic() + within_s
-    while alive(pid) and time.monotonic() < until:
-        time.sleep(0.02)
-    return not alive(pid)
 
 
 def test_a_child_answers_jobs_one_after_the_other_in_one_process(child: Child) -> None:
@@ -177,28 +165,39 @@ def test_close_ends_a_call_of_another_thread_and_nothing_starts_after(child: Chi
         child.call("value = 7", 10.0)
 
 
-def test_a_child_dies_with_a_parent_that_was_killed(tmp_path: Path, child: Child) -> None:
-    script = tmp_path / "parent.py"
+@pytest.mark.parametrize(
+    "busy",
+    [
+        "while True: time.sleep(1)",
+        "import ctypes; ctypes.PyDLL(None).sleep(60)",  # no other thread of the child runs
+        "os.kill(os.getpid(), signal.SIGSTOP)",
+        "subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])",
+    ],
+    ids=["runs", "holds the GIL", "stopped", "waits for its own child"],
+)
+def test_a_child_dies_with_a_parent_that_was_killed(
+    tmp_path: Path, child: Child, busy: str
+) -> None:
+    script, flag = tmp_path / "parent.py", tmp_path / "busy"
     script.write_text(
         textwrap.dedent(
-            """
-            import threading
+            f"""
             from fagen.tune.children import Child
             child = Child("build", module="odd_worker")
-            child.start()
-            print(child.pid, flush=True)
-            child.call("while True: time.sleep(1)", 60.0)
+            child.call("open({str(flag)!r}, 'w').close()\\n" + {busy!r}, 60.0)
             """
         )
     )
-    root = str(Path(__file__).resolve().parents[1])
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), root])}
-    with subprocess.Popen([sys.executable, script], env=env, stdout=-1, text=True) as parent:
-        assert parent.stdout is not None
-        pid = int(parent.stdout.readline())
-        assert alive(pid)
-        parent.send_signal(signal.SIGKILL)
-    assert gone(pid)
+    env = {**os.environ, **acting_environment(tmp_path)}
+    env["PYTHONPATH"] += os.pathsep + str(tmp_path)
+    with subprocess.Popen([sys.executable, script], env=env) as parent:
+        assert awaited(flag.exists, 20.0)
+        parent.kill()
+    awaited(lambda: not left_over(tmp_path), 2.0)
+    orphans = left_over(tmp_path)
+    for pid in orphans:
+        os.kill(pid, signal.SIGKILL)
+    assert orphans == {}
 
 
 def test_ctrl_c_in_a_terminal_does_not_reach_the_children(child: Child) -> None:
@@ -358,6 +357,22 @@ def test_the_interpreter_gets_a_twin_in_a_dtype_it_computes_right() -> None:
     assert interpretable(interpretable(PROBLEM)) == interpretable(PROBLEM)
 
 
+def test_an_interpreter_that_does_not_start_is_no_candidates_fault() -> None:
+    class Unborn(StubChild):
+        def start(self) -> None:
+            if self.answers and self.answers.pop(0) is None:
+                raise WorkerDied("ended: SIGKILL", timed_out=False)
+
+    worker = InterpretWorker(render_fake)
+    worker.prepare(PROBLEM, TARGET, None)
+    worker._child = Unborn(None, "started", Tried(Status.PREDICTED))  # type: ignore[assignment]
+    [program] = programs(1)
+    assert worker.try_program(program, 5.0).status == Status.PREDICTED
+    worker._child = Unborn(None, None)  # type: ignore[assignment]
+    with pytest.raises(FagenError, match="Nothing can be verified: ended: SIGKILL"):
+        worker.try_program(program, 5.0)
+
+
 @pytest.mark.parametrize(
     ("error", "status", "spoilt"),
     [
@@ -398,6 +413,22 @@ def test_the_real_build_process_answers_for_a_source_that_is_no_python() -> None
         pool.close()
     assert [(r.built, r.status) for r in replies] == [(None, Status.BUILD_ERROR)] * 2
     assert "SyntaxError" in replies[0].reason
+
+
+# C04
+def test_a_compiler_that_can_not_keep_its_results_is_no_candidates_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "triton"))
+    problem = make_problem(64, 16)
+    program = render(problem, Config("flash", flash.Knobs(64, 32, 4, 1)))
+    pool = BuildPool(TARGET, 1)
+    try:
+        with pytest.raises(CacheError, match=re.escape(str(tmp_path / "file"))):
+            pool.submit(program).result(120)
+    finally:
+        pool.close()
 
 
 # The lock of a device.

@@ -9,7 +9,7 @@ import sys
 import textwrap
 import time
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -21,6 +21,7 @@ from fagen.errors import (
     BadProblem,
     BadSetting,
     CacheError,
+    DatabaseError,
     FagenError,
     Interrupted,
     NoValidConfig,
@@ -39,7 +40,7 @@ from fagen.tune.finale import FINALISTS
 from fagen.tune.jobs import BuildReply, Tried
 from fagen.tune.ledger import Ledger
 from fagen.tune.plan import Plan
-from fagen.tune.result import Final, choose, finalists
+from fagen.tune.result import Final, Finale, choose, finalists
 from fagen.tune.signals import Terminated
 from fagen.tune.tuner import run, tune
 from fakes import (
@@ -242,6 +243,29 @@ def test_an_error_of_fagen_itself_ends_the_run_with_its_children() -> None:
         run(shop.plan())
     assert shop.worker.closed and shop.builder.closed
     assert shop.ledger.finished[-1][1] is True
+
+
+@dataclass
+class BrokenLedger(FakeLedger):
+    """A database that fails when the run ends."""
+
+    def finish(self, finale: Finale, *, interrupted: bool) -> None:
+        raise DatabaseError("The disk is full.")
+
+
+def test_a_database_that_fails_at_the_end_hides_neither_ctrl_c_nor_a_bug() -> None:
+    shop = FakeShop(ledger=BrokenLedger())
+    shop.worker.behave = lambda c: KeyboardInterrupt() if len(shop.worker.tried) == 6 else None
+    with pytest.raises(Interrupted, match="5 candidates are kept, best so far"):
+        run(shop.plan())
+    with pytest.raises(ZeroDivisionError):
+        run(
+            FakeShop(
+                FakeWorker(behave=lambda c: ZeroDivisionError()), ledger=BrokenLedger()
+            ).plan()
+        )
+    with pytest.raises(DatabaseError, match="full"):  # a winner that is not stored is no success
+        run(FakeShop(ledger=BrokenLedger()).plan())
 
 
 # T04: nothing works.

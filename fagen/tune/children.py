@@ -16,12 +16,13 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from fagen.errors import WorkerDied
+from fagen.errors import FagenError, WorkerDied
 
 Role = Literal["build", "gpu", "interpret"]
 
@@ -190,6 +191,21 @@ class Child:
         text = b"".join(self._tail)[-TAIL_BYTES:].decode(errors="replace").strip()
         said = f" Last output: {text[-REASON_CHARS:]}" if text else ""
         return WorkerDied(f"The {self.role} process {how}.{said}", timed_out=timed_out)
+
+
+def begun(begin: Callable[[], None], without: str) -> None:
+    """`begin` a process, twice if it is killed meanwhile: no candidate is at fault there.
+
+    Raises FagenError that says what can't be done `without`.
+    """
+    for last in (False, True):
+        try:
+            begin()
+            return
+        except WorkerDied as died:
+            if last or died.timed_out:
+                next_step = "Look at this machine, then run the same again: every row is kept."
+                raise FagenError(f"{without}: {died.message}", next_step) from None
 
 
 def _keep_tail(stream: IO[bytes], tail: deque[bytes]) -> None:

@@ -13,14 +13,14 @@ from fagen.errors import CacheError, WorkerDied
 from fagen.generate.program import Program
 from fagen.outcome import Status
 from fagen.target import Target
-from fagen.tune.children import Child, JobFailed
+from fagen.tune.children import Child, JobFailed, begun
 from fagen.tune.jobs import BuildJob, BuildReply
 
 MOST_BUILDERS = 16
 # A candidate compiles in 1.5-5 s on one core; 12 times that leaves room for a loaded machine.
 BUILD_LIMIT_S = 60.0
 # Of this machine, not of a candidate: as a row it would never be tried again.
-STORAGE = ("CacheError", "OSError", "PermissionError", "FileNotFoundError")
+STORAGE = ("CacheError", "OSError", "PermissionError", "FileNotFoundError", "NotADirectoryError")
 
 
 def builder_count() -> int:
@@ -30,8 +30,8 @@ def builder_count() -> int:
 
 
 class BuildPool:
-    """A crash or a hang of the compiler costs one row. Only a folder that can't be written raises
-    CacheError, as the result."""
+    """A crash or a hang of the compiler costs one row. Only what this machine lacks raises, as the
+    result: CacheError for a folder that can't be written, FagenError where no process comes up."""
 
     def __init__(self, target: Target, size: int, limit_s: float = BUILD_LIMIT_S) -> None:
         self.size = size
@@ -65,12 +65,10 @@ class BuildPool:
     def _build(self, program: Program) -> BuildReply:
         child = self._idle.get()
         try:
-            child.start()
+            begun(child.start, "Nothing can be compiled")
             began = time.monotonic()
             reply = self._built(child, program)
             return replace(reply, seconds=time.monotonic() - began)
-        except WorkerDied as died:  # it did not start
-            return BuildReply(None, Status.BUILD_ERROR, died.message)
         finally:
             self._idle.put(child)
 
@@ -85,7 +83,7 @@ class BuildPool:
             if failed.raised.kind in STORAGE:
                 raise CacheError(
                     f"A kernel could not be written: {failed.raised.message}",
-                    "Look at FAGEN_CACHE and at the disk, then run the same again.",
+                    "Look at FAGEN_CACHE, TRITON_CACHE_DIR and the disk, then run the same again.",
                 ) from None
             return BuildReply(None, Status.BUILD_ERROR, str(failed))
 

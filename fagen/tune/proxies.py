@@ -12,7 +12,7 @@ from fagen.generate.program import Program
 from fagen.outcome import Status
 from fagen.problem import Problem
 from fagen.target import Target
-from fagen.tune.children import Child, JobFailed
+from fagen.tune.children import Child, JobFailed, begun
 from fagen.tune.jobs import (
     Confirm,
     InterpretJob,
@@ -60,16 +60,16 @@ class GpuWorker:
     def race(self, programs: list[Program], rounds: int, seconds: float) -> RaceReply:
         until = time.monotonic() + seconds
         rejected: dict[str, Tried] = {}
-        for program in programs:
-            verdict = self._confirmed(program)
-            if verdict.status != Status.OK:
-                rejected[program.key] = verdict
-        entrants = tuple(p for p in programs if p.key not in rejected)
         try:
+            for program in programs:
+                verdict = self._confirmed(program)
+                if verdict.status != Status.OK:
+                    rejected[program.key] = verdict
+            entrants = tuple(p for p in programs if p.key not in rejected)
             reply: RaceReply = self._call(
                 Race(entrants, rounds), max(LEAST_RACE_S, until - time.monotonic())
             )
-        except (WorkerDied, JobFailed) as error:
+        except (FagenError, JobFailed) as error:
             return RaceReply(rejected=rejected, note=f"No race: {error}")
         return replace(reply, rejected={**reply.rejected, **rejected})
 
@@ -99,6 +99,9 @@ class GpuWorker:
         return self._child.call(job, seconds)
 
     def _ready(self) -> None:
+        begun(self._prepare_child, "The GPU can't be used")
+
+    def _prepare_child(self) -> None:
         """A new child knows nothing: give it the problem again."""
         self._child.start()
         if self._prepared == self._child.starts:
@@ -130,6 +133,7 @@ class InterpretWorker:
         if not program.interpretable:
             return Tried(Status.PREDICTED, "unverified: Triton's interpreter does not run Gluon")
         twin = self._render(self._problem, program.config)
+        begun(self._child.start, "Nothing can be verified")
         try:
             tried: Tried = self._child.call(InterpretJob(twin, self._target), seconds)
         except JobFailed as failed:

@@ -12,7 +12,14 @@ from typing import Any
 
 from fagen import settings
 from fagen.config import Config
-from fagen.errors import BadProblem, BadSetting, Interrupted, NoValidConfig, TerminatedRun
+from fagen.errors import (
+    BadProblem,
+    BadSetting,
+    DatabaseError,
+    Interrupted,
+    NoValidConfig,
+    TerminatedRun,
+)
 from fagen.generate.families import config_from_dict
 from fagen.generate.render import render
 from fagen.generate.space import SearchSpace, seeds_of
@@ -194,7 +201,8 @@ def run(plan: Plan) -> TuneResult:
         except BaseException:
             with shielded():
                 plan.close()
-                plan.ledger.finish(this.finale, interrupted=True)
+                this.state = "interrupted"
+                _finish(this)
             raise
         with shielded():
             plan.close()
@@ -318,7 +326,7 @@ def _unverified(this: _Run, winner: Outcome | None) -> Outcome | None:
 
 def _closed(this: _Run) -> TuneResult:
     plan, finale, winner = this.plan, this.finale, _winner(this)
-    plan.ledger.finish(finale, interrupted=this.state == "interrupted")
+    _finish(this)
     plan.on_event(events.Finished(this.state, plan.seconds))
     return TuneResult(
         problem=plan.problem,
@@ -337,6 +345,15 @@ def _closed(this: _Run) -> TuneResult:
         note=finale.note,
         unverified=_unverified(this, winner),
     )
+
+
+def _finish(this: _Run) -> None:
+    interrupted = this.state == "interrupted"
+    try:
+        this.plan.ledger.finish(this.finale, interrupted=interrupted)
+    except DatabaseError:  # why the run ends is told instead: its state shows when we are gone
+        if not interrupted:
+            raise
 
 
 def _so_far(result: TuneResult) -> str:

@@ -87,7 +87,18 @@ def die_with_parent(life_end: int) -> None:
             pass
         os.killpg(0, signal.SIGKILL)
 
-    threading.Thread(target=watch, daemon=True).start()
+    _have_the_kernel_kill(life_end)
+    threading.Thread(target=watch, daemon=True).start()  # for a parent that is gone by now, too
+
+
+def _have_the_kernel_kill(life_end: int) -> None:
+    # A thread of a stopped process, or of one that holds Python's lock in a compiler, never runs.
+    import fcntl
+
+    with contextlib.suppress(AttributeError, OSError):  # Linux alone has F_SETSIG
+        fcntl.fcntl(life_end, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(life_end, fcntl.F_SETOWN, -os.getpgid(0))
+        fcntl.fcntl(life_end, fcntl.F_SETFL, os.O_ASYNC)
 
 
 def failure(error: BaseException) -> Tried:
@@ -118,6 +129,10 @@ def _build_role() -> Handlers:
         try:
             return BuildReply(build(job.program, job.target))
         except BuildFailed as failed:
+            if isinstance(
+                failed.__cause__, OSError
+            ):  # no room, no ptxas: not the candidate's fault
+                raise failed.__cause__ from None
             return BuildReply(None, failed.status, _short(failed))
 
     return {BuildJob: run}
