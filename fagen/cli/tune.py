@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, cast
 
 import click
 
-from fagen.cli.options import db_option, json_option, place_options, shape_options
+from fagen.cli.options import comma_list, db_option, json_option, place_options, shape_options
 from fagen.cli.output import emit, emit_json, emit_table, note
-from fagen.errors import Interrupted
+from fagen.errors import BadSetting, Interrupted
 from fagen.problem import Problem
 
 if TYPE_CHECKING:
@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 @click.command("tune")
 @shape_options(required=True)
 @place_options
+@click.option(
+    "--devices",
+    metavar="N,N",
+    help="Several GPUs of one kind that share the run; the race is on the first.",
+)
 @click.option(
     "--effort",
     type=click.Choice(["quick", "normal", "full"]),
@@ -47,6 +52,7 @@ def command(
     problem: Problem,
     device: str | None,
     target: str | None,
+    devices: str | None,
     effort: str,
     trials: int | None,
     timeout: float | None,
@@ -66,7 +72,10 @@ def command(
     """
     from fagen.cli.places import place_of
 
-    where, has_gpu = place_of(device, target)
+    several = None if devices is None else comma_list(devices)
+    if several is not None and (device is not None or target is not None):
+        raise BadSetting("--devices stands alone.", "Leave out --device and --target.")
+    where, has_gpu = place_of(device if several is None else several[0], target)
     if not quiet:
         offline = "" if has_gpu else ", offline: nothing will be timed"
         note(f"Tuning {problem} on {where}{offline}.")
@@ -79,6 +88,7 @@ def command(
                 problem,
                 target=None if has_gpu else where,
                 device=device,
+                devices=several,
                 effort=effort,
                 trials=trials,
                 timeout=timeout,

@@ -6,6 +6,7 @@ import contextlib
 import operator
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -67,6 +68,7 @@ def tune(  # noqa: PLR0913  (the words of the command line, each with its defaul
     *,
     target: Target | str | None = None,
     device: int | str | None = None,
+    devices: Sequence[int | str] | None = None,
     effort: str = "normal",
     trials: int | None = None,
     timeout: float | None = None,
@@ -80,8 +82,9 @@ def tune(  # noqa: PLR0913  (the words of the command line, each with its defaul
     The problem, or the keywords of `make_problem`: `tune(seq=8192, head_dim=128, causal=True)`.
     effort, "quick", "normal" or "full", is a number of trials and a timeout; either can be given.
     trials is the total for this problem and device, earlier runs included; timeout bounds this
-    run's wall time. With a `target`, or without a GPU, nothing is timed: candidates are compiled
-    for it, verified in Triton's interpreter and ranked by a model.
+    run's wall time. With several `devices`, which must be alike, candidates are shared out among
+    them, and the finalists race on the first. With a `target`, or without a GPU, nothing is
+    timed: candidates are compiled for it, verified in Triton's interpreter and ranked by a model.
 
     Raises NoValidConfig, Interrupted (what was measured is stored), DeviceBusy, NoTriton.
     """
@@ -95,7 +98,7 @@ def tune(  # noqa: PLR0913  (the words of the command line, each with its defaul
     ):
         raise BadSetting(f"timeout must be 0 to {MOST_SECONDS} seconds, got {timeout!r}.")
     compiler = toolchain()
-    place = place_of(target, device)
+    place = place_of(target, device, devices)
     settings.kernel_dir()  # a folder that can't be written is no candidate's fault
     timed = place.device is not None
     usual = budget.timeout_s if timed else budget.offline_timeout_s
@@ -103,7 +106,7 @@ def tune(  # noqa: PLR0913  (the words of the command line, each with its defaul
     renders = partial(render, triton_minor=compiler.triton_minor)
     with (
         Records.open(db, "write", config_from_dict) as records,
-        staff(place, renders) as (worker, builder),
+        staff(place, renders) as (workers, builder),
     ):
         # Both while the children start, and before the GPU is ours alone.
         _build_seeds(builder, renders, asked, place.target, trials)
@@ -115,7 +118,7 @@ def tune(  # noqa: PLR0913  (the words of the command line, each with its defaul
                     target=place.target,
                     space=space,
                     ledger=Ledger(records, asked, place.target, compiler),
-                    worker=worker,
+                    workers=workers,
                     builder=builder,
                     render=renders,
                     policy=policy_of(place),
@@ -250,11 +253,23 @@ def _is_current(plan: Plan, outcome: Outcome) -> bool:
 
 
 def _try_candidates(this: _Run) -> None:
-    plan, pipeline = this.plan, Pipeline(this.plan, this.search, this.done)
+    pipeline = Pipeline(this.plan, this.search, this.done)
+    try:
+        _take_all(this, pipeline)
+    finally:
+        pipeline.close()
+    if pipeline.time_up:
+        this.state = "time_up"
+    elif pipeline.exhausted:
+        this.state = "exhausted"
+
+
+def _take_all(this: _Run, pipeline: Pipeline) -> None:
+    plan = this.plan
     pipeline.fill(plan.trials - len(this.done))
     if pipeline:
         plan.on_event(events.Preparing())
-        plan.worker.prepare(plan.problem, plan.target, plan.policy)
+        pipeline.prepare()
     while pipeline:
         outcome = pipeline.take()
         if outcome is None:
@@ -265,10 +280,6 @@ def _try_candidates(this: _Run) -> None:
         this.counts[outcome.status] += 1
         _tell(this, outcome)
         pipeline.fill(plan.trials - len(this.done))
-    if pipeline.time_up:
-        this.state = "time_up"
-    elif pipeline.exhausted:
-        this.state = "exhausted"
 
 
 def _tell(this: _Run, outcome: Outcome) -> None:
