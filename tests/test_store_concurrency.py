@@ -90,6 +90,34 @@ def test_eight_processes_that_meet_on_an_empty_path_lose_nothing(tmp_path: Path)
     assert integrity(path) == "ok"
 
 
+# C03
+def test_sixteen_writers_of_a_thousand_trials_lose_none_and_readers_see_them_improve(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "t.db"
+    Store(path, "write")
+    writers = [(path, "improve", f"w{n}", 1000) for n in range(16)]
+    readers = [(path, "watch", "", 16)] * 2
+    with workers([*writers, *readers]) as processes:
+        for process in processes:
+            start(process)
+        said = [process.communicate()[0].splitlines() for process in processes[:16]]
+        assert [lines[-1] for lines in said] == ["done"] * 16
+        asked = [process.communicate()[0].splitlines() for process in processes[16:]]
+    assert [lines[-1] for lines in asked] == ["done"] * 2
+    assert all(int(times) >= 5 for times, _ in asked), asked
+    stored = sql(path, "SELECT id, program_key FROM trial")
+    assert len(stored) == 16_000
+    assert dict(stored) == {
+        int(lines[i]): f"w{n}-{i}" for n, lines in enumerate(said) for i in range(1000)
+    }
+    best = {
+        view.run.problem_key: (view.trial.program_key, view.best_us) for view in Store(path).best()
+    }
+    assert best == {f"w{n}": (f"w{n}-999", 11.0) for n in range(16)}
+    assert integrity(path) == "ok"
+
+
 def test_eight_processes_on_one_key_keep_every_row_and_the_fastest_is_best(
     tmp_path: Path,
 ) -> None:
