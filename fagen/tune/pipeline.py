@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -37,8 +37,8 @@ class _Candidate:
 
 
 class Pipeline:
-    """`take` gives one outcome after the other, in the order asked whatever the builds take, and
-    on whichever device a candidate was tried.
+    """`take` gives one outcome after the other: with one device in the order asked, whatever the
+    builds take; with several as they come, so that a slow candidate holds up its own alone.
 
     known: outcomes of earlier runs. A source that has an outcome is not tried again.
     """
@@ -71,12 +71,14 @@ class Pipeline:
         return bool(self._pending)
 
     def take(self) -> Outcome | None:
-        """The oldest candidate's outcome; None when the time was up before it had one. Those
-        behind it are tried on the other devices meanwhile."""
-        for candidate in islice(self._pending, self._crew.size):
+        """The next outcome; None when the time was up before there was one."""
+        for candidate in self._pending:
+            if len(self._trying) == self._crew.size:
+                break
             if candidate.build is not None and candidate.config not in self._trying:
                 self._trying[candidate.config] = self._crew.begin(self._task(candidate))
-        candidate = self._pending.popleft()
+        candidate = self._settled()
+        self._pending.remove(candidate)
         trying = self._trying.pop(candidate.config, None)
         outcome = self._untried(candidate) if trying is None else trying.result()
         if outcome is None:
@@ -84,6 +86,24 @@ class Pipeline:
         elif outcome.program_key:
             self._sources.setdefault(outcome.program_key, outcome)
         return outcome
+
+    def _settled(self) -> _Candidate:
+        """The oldest that has an outcome, once there is one."""
+        while True:
+            for candidate in islice(self._pending, 1 if self._crew.size == 1 else None):
+                trying = self._trying.get(candidate.config)
+                if trying.done() if trying is not None else self._is_known(candidate):
+                    return candidate
+            wait(self._trying.values(), return_when=FIRST_COMPLETED)
+
+    def _is_known(self, candidate: _Candidate) -> bool:
+        return candidate.program is None or candidate.program.key in self._sources
+
+    def finished(self, wait_s: float) -> list[Outcome]:
+        """When no more is taken: outcomes that other devices have, or have within wait_s."""
+        done, _ = wait(self._trying.values(), timeout=wait_s)
+        right = [f for f in self._trying.values() if f in done and f.exception() is None]
+        return [outcome for f in right if (outcome := f.result()) is not None]
 
     def prepare(self) -> None:
         """Make inputs and truths on every device."""

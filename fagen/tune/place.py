@@ -67,7 +67,7 @@ def place_of(
 
 
 def _place_of_several(devices: Sequence[int | str]) -> Place:
-    if isinstance(devices, str) or not devices:
+    if isinstance(devices, str) or not isinstance(devices, Sequence) or not devices:
         raise BadSetting(
             f"devices must be a list of GPUs, got {devices!r}.", "Say devices=[0, 1]."
         )

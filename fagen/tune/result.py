@@ -9,6 +9,7 @@ from statistics import median
 from typing import Literal
 
 from fagen.config import Config
+from fagen.judge.measure import LOST
 from fagen.outcome import Outcome, Status, Timing
 from fagen.problem import Problem
 from fagen.target import Target
@@ -109,6 +110,20 @@ def value_of(outcome: Outcome, *, timed: bool) -> float | None:
     if timed:
         return outcome.median_us if outcome.status in (Status.OK, Status.SLOWER) else None
     return outcome.predicted_us if outcome.status in (Status.PREDICTED, Status.OK) else None
+
+
+def doubted(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Those called slower that are not, beside the best that is right: what made them look slow
+    was refused later."""
+    right = [o.median_us for o in outcomes if o.status == Status.OK and o.median_us is not None]
+    best = min(right, default=math.inf)
+    return [
+        o
+        for o in outcomes
+        if o.status == Status.SLOWER
+        and o.timing is not None
+        and min(o.timing.samples_us) <= LOST[-1] * best
+    ]
 
 
 def finalists(

@@ -121,6 +121,13 @@ class Search:
             self._values[config] = value_us
             self._study.tell(trial, value_us)
 
+    def again(self, configs: Sequence[Config]) -> None:
+        """These were told a value that no longer counts: they are asked for next."""
+        for config in configs:
+            self._values.pop(config, None)
+            self._untried[config] = None
+        self._seeds = [*configs, *self._seeds]
+
     @property
     def best(self) -> Config | None:
         return min(self._values, key=lambda c: self._values[c], default=None)

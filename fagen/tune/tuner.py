@@ -6,8 +6,8 @@ import contextlib
 import operator
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
@@ -32,15 +32,16 @@ from fagen.tune import events
 from fagen.tune.finale import FINALISTS, race
 from fagen.tune.jobs import Builder, Renderer
 from fagen.tune.ledger import Ledger
-from fagen.tune.pipeline import Pipeline
+from fagen.tune.pipeline import LEAST_TRY_S, Pipeline
 from fagen.tune.place import place_of
 from fagen.tune.plan import Plan
-from fagen.tune.result import Finale, State, TuneResult, finalists, value_of
+from fagen.tune.result import Finale, State, TuneResult, doubted, finalists, value_of
 from fagen.tune.search import Search
 from fagen.tune.seeding import in_any_case, starting_points
 from fagen.tune.signals import Terminated, shielded, terminable
 from fagen.tune.staff import policy_of, staff
 
+LAST_WAIT_S = 1.0  # for what other devices are about to end when the time is up
 MOST_SECONDS = 10**7  # a third of a year
 MOST_SEED = 2**32 - 1  # the sampler's
 
@@ -194,6 +195,7 @@ def run(plan: Plan) -> TuneResult:
         try:
             _try_candidates(this)
             _race_finalists(this)
+            _look_again(this)
         except KeyboardInterrupt as stop:
             with shielded():
                 plan.close()
@@ -228,10 +230,12 @@ def _opened(plan: Plan) -> _Run:
     known = [o for o in plan.ledger.history(plan.policy_name) if o.config in valid]
     current = [o for o in known if _is_current(plan, o)]
     done = [o for o in current if o.status != Status.PREDICTED or not plan.timed]
+    again = doubted(done)  # as of a run whose finalist was refused
+    done = [o for o in done if o not in again]
     changed = [o for o in known if o not in current and o.median_us is not None]
     changed.sort(key=lambda o: (o.median_us or 0.0, o.config.key))
     near = [*(o.config for o in changed), *plan.ledger.neighbours()]
-    seeds = starting_points(space, known, near)
+    seeds = [*(o.config for o in again), *starting_points(space, known, near)]
     values = [(o.config, value_of(o, timed=plan.timed)) for o in done]
     estimate = cache(plan.predict)  # of every config, by the search and by its sampler
     search = Search(space, plan.seed, values, trials=plan.trials, seeds=seeds, prior=estimate)
@@ -256,6 +260,12 @@ def _try_candidates(this: _Run) -> None:
     pipeline = Pipeline(this.plan, this.search, this.done)
     try:
         _take_all(this, pipeline)
+        if pipeline.time_up:
+            _keep(this, pipeline.finished(LAST_WAIT_S))
+    except KeyboardInterrupt:
+        with shielded(), contextlib.suppress(DatabaseError):
+            _keep(this, pipeline.finished(0.0))
+        raise
     finally:
         pipeline.close()
     if pipeline.time_up:
@@ -274,12 +284,17 @@ def _take_all(this: _Run, pipeline: Pipeline) -> None:
         outcome = pipeline.take()
         if outcome is None:
             break
-        plan.ledger.save(outcome)  # first the row, so that a crash loses nothing
-        this.search.tell(outcome.config, value_of(outcome, timed=plan.timed))
+        _keep(this, [outcome])
+        pipeline.fill(plan.trials - len(this.done))
+
+
+def _keep(this: _Run, outcomes: Iterable[Outcome]) -> None:
+    for outcome in outcomes:
+        this.plan.ledger.save(outcome)  # first the row, so that a crash loses nothing
+        this.search.tell(outcome.config, value_of(outcome, timed=this.plan.timed))
         this.done.append(outcome)
         this.counts[outcome.status] += 1
         _tell(this, outcome)
-        pipeline.fill(plan.trials - len(this.done))
 
 
 def _tell(this: _Run, outcome: Outcome) -> None:
@@ -299,6 +314,20 @@ def _race_finalists(this: _Run) -> None:
         plan.ledger.reject(refused)
         this.counts[refused.status] += 1
         this.done = [refused if _same(o, refused) else o for o in this.done]
+
+
+def _look_again(this: _Run) -> None:
+    """Once a finalist was refused: what was only slower than it."""
+    again = doubted(this.done) if this.finale.rejected else []
+    if not again or this.plan.seconds_left < LEAST_TRY_S:
+        return
+    this.done = [outcome for outcome in this.done if outcome not in again]
+    this.search.again([outcome.config for outcome in again])
+    # On the first device: it knows that the finalist was refused.
+    whole, this.plan = this.plan, replace(this.plan, workers=this.plan.workers[:1])
+    _try_candidates(this)
+    _race_finalists(this)
+    this.plan = whole
 
 
 def _same(outcome: Outcome, other: Outcome) -> bool:

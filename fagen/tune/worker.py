@@ -227,7 +227,10 @@ class Bench:
         return _guarded(lambda: self._timed(job.program))
 
     def confirm(self, job: Confirm) -> Tried:
-        return _guarded(lambda: self._verified(job.program, self._load(job.program), job.level))
+        tried = _guarded(lambda: self._verified(job.program, self._load(job.program), job.level))
+        if tried.status != Status.OK:  # others may have looked slow beside it
+            self._best_us = None
+        return tried
 
     def race(self, job: Race) -> RaceReply:
         from fagen.judge.measure import race
