@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -61,8 +62,20 @@ def main(plain: dict[str, Any], source: str, arguments: list[str] | None = None)
             )
         return _run(_trial(plain, source), asked)
     except FagenError as error:
-        note(f"fagen: {error}")
-        return error.exit_code
+        return _ended(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        return _ended("Interrupted.", 130)
+    except BrokenPipeError:  # the reader has had enough, as in `python script.py | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _ended(f"{error.strerror}.", 1)
+
+
+def _ended(said: str, code: int) -> int:
+    note(f"fagen: {said}")
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -98,12 +111,21 @@ def _seconds(text: str) -> float:
 
 
 def _trial(plain: dict[str, Any], source: str) -> Trial:
-    program = program_from_dict(plain["program"], source)
-    key = source_key(source, program.name)
-    if key != program.key:
-        # A module's file is found by its name: other text must not lie under the old one.
-        program = replace(program, key=key, name=f"{program.name}_edited_{key[:8]}")
-    return Trial(program, Target(**plain["target"]), Toolchain(**plain["toolchain"]), plain)
+    try:
+        program = program_from_dict(plain["program"], source)
+        key = source_key(source, program.name)
+        # A module's file is found by its name, and this text may be edited, above its code too.
+        edited = f"_edited_{key[:8]}" if key != program.key else "_rerun"
+        program = replace(program, key=key, name=program.name + edited)
+        target, tools = Target(**plain["target"]), Toolchain(**plain["toolchain"])
+    except FagenError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise BadSetting(
+            f"TRIAL or SOURCE is damaged: {type(error).__name__}: {error}.",
+            "Write the script again with fagen repro.",
+        ) from None
+    return Trial(program, target, tools, plain)
 
 
 def _run(trial: Trial, asked: argparse.Namespace) -> int:

@@ -110,6 +110,14 @@ def test_a_database_becomes_a_data_set_and_a_file_and_is_read_back(tmp_path: Pat
     assert gzip.decompress(first) == (tmp_path / "d.jsonl").read_bytes()
 
 
+def test_what_was_clearly_slower_is_timed_and_never_the_best() -> None:
+    a, b = full_space().configs[:2]
+    slower = replace(row(b, 5.0), status=Status.SLOWER)
+    course = Course(Dataset(PROBLEM, H200, TOOLS, POLICY, GATE, (row(a, 10.0), slower)))
+    assert course.optimum_us == 10.0 and course.told(0)[b] == 5.0
+    assert replay(course, RandomOrder(course, 0, 2), 2, 0).found[-1] == 1.0
+
+
 def test_what_failed_in_the_end_has_no_time(tmp_path: Path) -> None:
     a, b = full_space().configs[:2]
     found, _ = collected(stored(tmp_path / "t.db", {a: 10.0, b: 5.0}, {b: None}))
@@ -131,6 +139,13 @@ def test_nothing_timed_is_said(tmp_path: Path) -> None:
         collected(stored(tmp_path / "t.db", {full_space().configs[0]: None}))
 
 
+def edited(data: bytes, twice: bool = False, **fields: object) -> bytes:
+    """With other fields in the first row, or with the second one like the first."""
+    head, first, second, *rest = gzip.decompress(data).splitlines()
+    row = json.dumps({**json.loads(first), **fields}).encode()
+    return b"\n".join([head, row, row if twice else second, *rest]) + b"\n"
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
@@ -142,6 +157,17 @@ def test_nothing_timed_is_said(tmp_path: Path) -> None:
         (lambda data: gzip.decompress(data).rsplit(b"\n", 2)[0] + b"\n", "holds 399 of 400"),
         (lambda data: gzip.decompress(data).replace(b'"flash"', b'"gone"'), "gone"),
         (lambda data: gzip.decompress(data).replace(b"passes_us", b"passes"), "passes_us"),
+        (lambda data: data[:80] + b"?" + data[81:], "no data set"),
+        (lambda data: b"[" * 100_000, "no data set"),
+        (lambda data: edited(data, passes_us=[[0.0]]), "not above 0"),
+        (lambda data: edited(data, passes_us=[[1.0, float("nan")]]), "not above 0"),
+        (lambda data: edited(data, passes_us=[[]]), "not above 0"),
+        (lambda data: edited(data, seconds=[1.0, -1.0, 0.0]), "seconds"),
+        (lambda data: edited(data, twice=True), "twice"),
+        (
+            lambda data: gzip.decompress(data).replace(b'"sm_count":132', b'"sm_count":0'),
+            "sm_count",
+        ),
     ],
 )
 def test_a_file_that_is_no_whole_data_set_is_refused(
@@ -259,6 +285,13 @@ def test_export_and_replay_from_the_command_line(
     assert "no strategy 'clever'" in capsys.readouterr().err
     assert main(["bench-tuner", "--replay", str(tmp_path / "none")]) == 1
     assert "fagen db export" in capsys.readouterr().err
+    before = db.read_bytes()
+    for name in (db, db.with_name(f"{db.name}-wal")):
+        assert main([*words, "--out", str(name), "--force"]) == 2
+        assert "is the database" in capsys.readouterr().err
+        assert main(["repro", "1", "--db", str(db), "--out", str(name), "--force"]) == 2
+        assert "is the database" in capsys.readouterr().err
+    assert db.read_bytes() == before
     assert main([*words[:3], "77", *words[4:], "--out", str(tmp_path / "e.gz")]) == 1
     assert "Nothing was timed" in capsys.readouterr().err
     assert not (tmp_path / "e.gz").exists()

@@ -37,7 +37,7 @@ from fagen.report.tuning import tune_lines
 from fagen.target import Toolchain, preset
 from fagen.tune import events
 from fagen.tune.finale import FINALISTS
-from fagen.tune.jobs import BuildReply, Tried
+from fagen.tune.jobs import BuildReply, RaceReply, Tried
 from fagen.tune.ledger import Ledger
 from fagen.tune.plan import Plan
 from fagen.tune.result import Final, Finale, choose, finalists
@@ -150,6 +150,51 @@ def test_a_finalist_that_fails_its_last_check_does_not_win_nor_stay_right() -> N
     again = FakeShop(ledger=shop.ledger)
     assert run(again.plan()).winner != best
     assert best.config not in again.worker.tried
+
+
+class Judging(FakeWorker):
+    """Calls slower what is, beside the fastest so far, as the bench of a real worker does."""
+
+    def __init__(self, lucky: Config) -> None:
+        super().__init__(lambda c: 20.0 if c == lucky else formula_us(c))
+        self.refused = frozenset({lucky})
+        self.fastest = float("inf")
+
+    def try_program(self, program: Program, seconds: float) -> Tried:
+        tried = super().try_program(program, seconds)
+        us = self.formula(program.config)
+        if us > 1.1 * self.fastest:
+            return Tried(Status.SLOWER, "slower", timing=Timing((us, us), "fake timer"))
+        self.fastest = min(us, self.fastest)
+        return tried
+
+    def race(self, programs: list[Program], rounds: int, seconds: float) -> RaceReply:
+        reply = super().race(programs, rounds, seconds)
+        if reply.rejected:
+            self.fastest = float("inf")
+        return reply
+
+
+# T01: the fastest is wrong in the end, and others looked slow beside it.
+@pytest.mark.parametrize("stopped", [False, True])
+def test_what_was_slower_than_a_refused_kernel_alone_is_tried_again(stopped: bool) -> None:
+    lucky = full_space().seeds[2]
+    shop = FakeShop(worker=Judging(lucky))
+    if stopped:  # the race ends the run; another one goes on
+        shop.worker.race = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt())  # type: ignore[method-assign]
+        with pytest.raises(Interrupted):
+            run(shop.plan(trials=40))
+        rows = [r for r in shop.ledger.rows if r.config != lucky]
+        shop = FakeShop(worker=Judging(lucky), ledger=FakeLedger(rows=rows))
+    result = run(shop.plan(trials=40))
+    tried = {row.config for row in shop.ledger.rows} - {lucky}
+    assert result.winner is not None
+    assert result.winner_us == min(map(formula_us, tried))
+    final = {row.config: row.status for row in shop.ledger.rows}
+    best = min(formula_us(c) for c, status in final.items() if status is Status.OK)
+    for config, status in final.items():
+        if status is Status.SLOWER:
+            assert formula_us(config) > 1.1 * best
 
 
 # T02, T03: one candidate fails, in every way there is.

@@ -57,7 +57,8 @@ def command(file: Path, trials: int, seeds: int, names: tuple[str, ...], as_json
         raise BadSetting(f"There is no strategy {unknown[0]!r}.", f"Say {', '.join(STRATEGIES)}.")
     course = Course(dataset(file))
     found = {}
-    for name in names or USUAL:
+    trials = min(trials, len(course.rows))
+    for name in dict.fromkeys(names or USUAL):
         if not as_json:
             note(f"{name}: {seeds} runs of {trials} trials")
         found[name] = scores(course, STRATEGIES[name], trials, range(seeds))

@@ -29,6 +29,7 @@ def command(trial: int, out: Path | None, force: bool, db: str | None, as_json: 
       fagen repro 12 --out trial12.py && python trial12.py
     """
     from fagen.report import repro
+    from fagen.serve.database import refuse_database
     from fagen.serve.source import tried_source
 
     if force and out is None:
@@ -36,6 +37,7 @@ def command(trial: int, out: Path | None, force: bool, db: str | None, as_json: 
     tried = tried_source(trial, db)
     script = repro.script(tried)
     if out is not None:
+        refuse_database(out, db)
         _write(out, script, force)
         note(f"Wrote {out}. To run it: python {out}")
     if as_json:
@@ -47,6 +49,8 @@ def command(trial: int, out: Path | None, force: bool, db: str | None, as_json: 
 
 
 def _write(path: Path, text: str, force: bool) -> None:
+    if path.is_dir():
+        raise click.UsageError(f"{path} is a folder. Name a file in it.")
     try:
         with path.open("w" if force else "x", encoding="utf-8") as file:
             file.write(text)

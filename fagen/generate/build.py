@@ -55,7 +55,10 @@ def compile_entry(program: Program, entry: Entry, target: Target) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
 
-    function = getattr(load_module(program), entry.function)
+    module = load_module(program)
+    function = getattr(module, entry.function, None)
+    if function is None:
+        raise BuildFailed(f"{program.name} has no function {entry.function}.", Status.BUILD_ERROR)
     _give_triton_a_folder()
     try:
         return triton.compile(

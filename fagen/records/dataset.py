@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 
 SCHEMA = 1  # of the file; a field that changes its meaning raises it
 TIMED = (Status.OK, Status.SLOWER)
-MAKE_ONE = "Make one with: fagen db export"
+MAKE_ONE = "Make one with: fagen db export --seq N --head-dim N --out FILE"
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,11 @@ class Measured:
     passes_us: tuple[tuple[float, ...], ...]
     seconds: Seconds
     source: str
+
+    @property
+    def right(self) -> bool:
+        """Whether it went through the gate; what was clearly slower did not."""
+        return self.status is Status.OK
 
     @property
     def medians_us(self) -> tuple[float, ...]:
@@ -70,7 +77,7 @@ class Dataset:
     @property
     def optimum_us(self) -> float:
         """Raises DatabaseError where nothing is right."""
-        times = [row.true_us for row in self.rows if row.true_us is not None]
+        times = [row.true_us for row in self.rows if row.right and row.true_us is not None]
         if not times:
             raise DatabaseError(f"No config of {self.problem} was timed.", MAKE_ONE)
         return min(times)
@@ -142,7 +149,14 @@ def _measured(config: Config, tried: list[Outcome]) -> Measured:
 def write(dataset: Dataset, path: Path) -> None:
     """The same data set gives the same bytes. Raises OSError."""
     text = "".join(f"{line}\n" for line in _lines(dataset)).encode()
-    path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
+    data = gzip.compress(text, mtime=0) if path.suffix == ".gz" else text
+    part = path.with_name(f"{path.name}.part")  # what was there stays until all is written
+    try:
+        part.write_bytes(data)
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def _lines(dataset: Dataset) -> Iterator[str]:
@@ -185,9 +199,12 @@ def read(path: Path, decode: Decode) -> Dataset:
     except OSError as error:
         raise DatabaseError(f"Can't read {path}: {error.strerror or error}.", MAKE_ONE) from None
     except (
-        FagenError, EOFError, AttributeError, IndexError, KeyError, TypeError, ValueError
+        FagenError, EOFError, AttributeError, IndexError, KeyError, RecursionError, TypeError,
+        ValueError, zlib.error
     ) as error:  # fmt: skip
-        raise DatabaseError(f"{path} is no data set: {error}.", MAKE_ONE) from None
+        said = str(error).rstrip(".")
+        kind = f"{type(error).__name__} " if isinstance(error, KeyError) else ""
+        raise DatabaseError(f"{path} is no data set: {kind}{said}.", MAKE_ONE) from None
 
 
 def _parsed(head: dict[str, Any], lines: list[dict[str, Any]], decode: Decode) -> Dataset:
@@ -197,19 +214,41 @@ def _parsed(head: dict[str, Any], lines: list[dict[str, Any]], decode: Decode) -
         raise ValueError(f"it holds {len(lines)} of {head['configs']} configs")
     return Dataset(
         problem=problem_from_dict(head["problem"]),
-        target=Target(**head["target"]),
+        target=_target(head["target"]),
         toolchain=Toolchain(**head["toolchain"]),
         policy=head["policy"],
         exactness=head["exactness"],
-        rows=tuple(
-            Measured(
-                config=decode({"family": line["family"], "knobs": line["knobs"]}),
-                status=Status(line["status"]),
-                reason=line["reason"],
-                passes_us=tuple(tuple(map(float, samples)) for samples in line["passes_us"]),
-                seconds=Seconds(*map(float, line["seconds"])),
-                source=line["source"],
-            )
-            for line in lines
-        ),
+        rows=_distinct([_row(line, decode) for line in lines]),
     )
+
+
+def _row(line: dict[str, Any], decode: Decode) -> Measured:
+    passes = tuple(tuple(map(float, samples)) for samples in line["passes_us"])
+    seconds = Seconds(*map(float, line["seconds"]))
+    if not all(samples and all(0 < us < math.inf for us in samples) for samples in passes):
+        raise ValueError(f"a time is not above 0: {line['passes_us']}")
+    if not all(0 <= value < math.inf for value in asdict(seconds).values()):
+        raise ValueError(f"seconds are not at least 0: {line['seconds']}")
+    return Measured(
+        config=decode({"family": line["family"], "knobs": line["knobs"]}),
+        status=Status(line["status"]),
+        reason=str(line["reason"]),
+        passes_us=passes,
+        seconds=seconds,
+        source=str(line["source"]),
+    )
+
+
+def _distinct(rows: list[Measured]) -> tuple[Measured, ...]:
+    twice = [config for config, count in Counter(r.config for r in rows).items() if count > 1]
+    if twice:
+        raise ValueError(f"it has {twice[0]} twice")
+    return tuple(rows)
+
+
+def _target(plain: dict[str, Any]) -> Target:
+    target = Target(**plain)
+    for name, value in asdict(target).items():
+        if not isinstance(value, str) and not 0 < value < math.inf:
+            raise ValueError(f"{name} of its target is {value!r}")
+    return target

@@ -18,10 +18,12 @@ if TYPE_CHECKING:
 def heading(dataset: Dataset) -> str:
     """What was measured, in one line."""
     timed = [row for row in dataset.rows if row.passes_us]
+    right = sum(row.right for row in timed)
     twice = sum(len(row.passes_us) > 1 for row in timed)
     return (
-        f"{dataset.problem} on {dataset.target}: {len(dataset.rows)} configs, {len(timed)} right, "
-        f"{twice} timed more than once, the best {dataset.optimum_us:.4g} us."
+        f"{dataset.problem} on {dataset.target}: {len(dataset.rows)} configs, {right} right, "
+        f"{len(timed) - right} clearly slower, {twice} timed more than once, the best "
+        f"{dataset.optimum_us:.4g} us."
     )
 
 

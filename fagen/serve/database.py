@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fagen import settings
-from fagen.errors import DatabaseError
+from fagen.errors import BadSetting, DatabaseError
 from fagen.generate.families import config_from_dict
 from fagen.problem import Problem
 from fagen.records import Records
@@ -33,8 +33,17 @@ def dataset(file: Path) -> Dataset:
     return read(file, config_from_dict)
 
 
+def refuse_database(file: Path, db: str | None) -> None:
+    """Raises BadSetting for a file to write that is the database, or one of its journals."""
+    where = Path(location(db)).resolve()
+    mine = {where, *(where.with_name(where.name + end) for end in ("-wal", "-shm", "-journal"))}
+    if file.resolve() in mine:
+        raise BadSetting(f"{file} is the database, or belongs to it.", "Name another file.")
+
+
 def exported(db: str | None, problem: Problem, file: Path) -> tuple[Dataset, int]:
     """Writes a data set of a problem; see `records.dataset.collected`. Raises DatabaseError."""
+    refuse_database(file, db)
     with reading(db) as records:
         found, left_out = collected(records, problem)
     write(found, file)

@@ -176,7 +176,8 @@ def replay(course: Course, searcher: Searcher, trials: int, seed: int) -> Replay
 
 def _share(course: Course, values: dict[Config, float]) -> float:
     """Of the optimum, what the race of the finalists would end with: it is near the truth."""
-    finalists = heapq.nsmallest(FINALISTS, values, key=lambda c: values[c])
+    right = [config for config in values if course.rows[config].right]
+    finalists = heapq.nsmallest(FINALISTS, right, key=lambda c: values[c])
     times = [t for c in finalists if (t := course.rows[c].true_us) is not None]
     return course.optimum_us / min(times) if times else 0.0
 
