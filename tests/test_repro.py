@@ -20,7 +20,7 @@ from cli_fixtures import rows_of, run_script, write_trials
 from fagen import rerun, settings
 from fagen.cli.main import main
 from fagen.config import Config
-from fagen.errors import NoDevice, WorkerDied
+from fagen.errors import FagenError, NoDevice, WorkerDied
 from fagen.generate.families import FAMILIES
 from fagen.generate.plain import program_from_dict, program_to_dict
 from fagen.generate.program import Program, below_header, source_key
@@ -403,6 +403,44 @@ def again(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
 
 
 Again = Callable[..., tuple[int, str]]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda plain: plain.pop("program"),
+        lambda plain: plain.pop("target"),
+        lambda plain: plain.update(program=None),
+        lambda plain: plain.update(target={"name": "x"}),
+    ],
+)
+def test_a_damaged_script_is_said_in_one_line(
+    damage: Callable[[dict[str, Any]], Any], capsys: pytest.CaptureFixture[str]
+):
+    (trial_id,) = write_trials([{"config": SMALL}])
+    plain, source = parts(written(str(trial_id), capsys=capsys)[0])
+    damage(plain)
+    assert rerun.main(plain, source, []) == 2
+    err = capsys.readouterr().err
+    assert "damaged" in err and "fagen repro" in err and len(err.splitlines()) == 1
+
+
+def test_a_kernel_that_lost_its_name_is_a_failed_build(again: Again):
+    code, out = again(edit=lambda text: text.replace("def flash_fwd", "def other_fwd"))
+    assert code == 1 and "has no function flash_fwd" in out
+
+
+@pytest.mark.parametrize(
+    ("raised", "code"), [(KeyboardInterrupt(), 130), (FagenError("no"), 1)], ids=str
+)
+def test_what_ends_a_script_is_a_line_and_a_code(
+    again: Again, monkeypatch: pytest.MonkeyPatch, raised: BaseException, code: int
+):
+    def ends(*_: Any) -> None:
+        raise raised
+
+    monkeypatch.setattr(rerun, "_run", ends)
+    assert again()[0] == code
 
 
 @pytest.mark.parametrize(
