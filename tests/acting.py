@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -98,3 +100,21 @@ def awaited(holds: Callable[[], object], within_s: float) -> bool:
     while not (found := holds()) and time.monotonic() < until:
         time.sleep(0.02)
     return bool(found)
+
+
+@contextlib.contextmanager
+def killing(*flags: Path) -> Iterator[list[Path]]:
+    """Kills, as each file appears, the process that wrote its number there."""
+    killed: list[Path] = []
+
+    def watch(flag: Path) -> None:
+        if awaited(lambda: flag.exists() and flag.read_text(), 60.0):
+            os.kill(int(flag.read_text()), signal.SIGKILL)
+            killed.append(flag)
+
+    threads = [threading.Thread(target=watch, args=[flag], daemon=True) for flag in flags]
+    for thread in threads:
+        thread.start()
+    yield killed
+    for thread in threads:
+        thread.join()

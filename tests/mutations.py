@@ -25,10 +25,14 @@ class Mutation:
 
 def mutated(mutation: Mutation, triton_minor: tuple[int, int] = (3, 6)) -> Program:
     """The Program with the fault, under a name of its own."""
-    program = render(*mutation.case, triton_minor)
-    source, count = re.subn(mutation.old, mutation.new, program.source)
-    assert count > 0, f"{mutation.name}: {mutation.old} is not in {program.name}"
-    name = f"{program.name}_{re.sub('[^a-z0-9]+', '_', mutation.name)}"
+    return edited(render(*mutation.case, triton_minor), mutation.name, mutation.old, mutation.new)
+
+
+def edited(program: Program, what: str, old: str, new: str) -> Program:
+    """The Program with `new` wherever `old`, a regular expression, stands; named for `what`."""
+    source, count = re.subn(old, new, program.source)
+    assert count > 0, f"{what}: {old} is not in {program.name}"
+    name = f"{program.name}_{re.sub('[^a-z0-9]+', '_', what)}"
     return replace(
         program,
         name=name,
@@ -96,6 +100,13 @@ WS_SPLIT = _flash_ws(make_problem(500, 64, dtype="fp16"), queries="half")
 WS_PARTS = _flash_ws(make_problem(500, 96, dtype="fp16"))
 WS_ALONE = _flash_ws(
     WS_PARTS[0], block_m=192, block_n=128, slots=2, boundary="finish", in_flight=1
+)
+
+# What no gate survives, in every source of `flash`. LSE is poisoned with NaN: the loop never ends.
+WILD_STORE = (r"o_rows = O \+", "o_rows = O + (1 << 40) +")
+ENDLESS_LOOP = (
+    r"    m_i = tl.full",
+    "    while tl.load(LSE, volatile=True) != 1.5:\n        seq_q += 1\n    m_i = tl.full",
 )
 
 _STORE_LAST = (r"tl.store\(LSE \+ out, lse, mask=rows < seq_q\)", r"tl.store(LSE + out, lse)")

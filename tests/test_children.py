@@ -122,6 +122,14 @@ def test_endless_output_is_kept_only_at_its_end(child: Child) -> None:
     assert len(str(caught.value)) < TAIL_BYTES
 
 
+def test_a_child_that_dies_does_not_say_what_an_earlier_job_printed(child: Child) -> None:
+    child.call("print('ptxas of another candidate', flush=True)", 10.0)
+    assert awaited(lambda: child._tail, 5.0)
+    with pytest.raises(WorkerDied, match="SIGABRT") as caught:
+        child.call("sys.stderr.write('out of tiles'); sys.stderr.flush(); os.abort()", 10.0)
+    assert "out of tiles" in str(caught.value) and "another" not in str(caught.value)
+
+
 def test_what_a_child_started_dies_with_it(child: Child) -> None:
     grandchild = (
         "value = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).pid"

@@ -10,7 +10,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -28,6 +27,7 @@ from acting import (
     Act,
     acting_environment,
     awaited,
+    killing,
     left_over,
     rendering,
 )
@@ -197,24 +197,6 @@ def plan_of(
 def rows_of(records: Records) -> list[Record]:
     """In the order in which they were stored."""
     return sorted(records.trials(), key=lambda record: record.trial_id)
-
-
-@contextmanager
-def killing(*flags: Path) -> Iterator[list[Path]]:
-    """Kills, as each file appears, the process that wrote its number there."""
-    killed: list[Path] = []
-
-    def watch(flag: Path) -> None:
-        if awaited(lambda: flag.exists() and flag.read_text(), 60.0):
-            os.kill(int(flag.read_text()), signal.SIGKILL)
-            killed.append(flag)
-
-    threads = [threading.Thread(target=watch, args=[flag], daemon=True) for flag in flags]
-    for thread in threads:
-        thread.start()
-    yield killed
-    for thread in threads:
-        thread.join()
 
 
 # T02, T03

@@ -100,6 +100,7 @@ class Child:
         """
         with self._busy:
             self.start()
+            self._tail.clear()  # what an earlier job printed is no reason of this one
             try:
                 assert self._jobs is not None
                 self._jobs.send(job)

@@ -6,7 +6,6 @@ import gc
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from attention import assert_exact, plain_attention
 from fagen.config import Config
 from fagen.errors import WorkerDied
 from fagen.generate.families import FAMILIES, family_of, flash
-from fagen.generate.program import Program
 from fagen.generate.render import render
 from fagen.generate.space import SearchSpace, why_invalid
 from fagen.judge.verify import Gate
@@ -27,6 +25,7 @@ from fagen.run.kernel import load
 from fagen.target import detect, toolchain
 from fagen.tune.proxies import GpuWorker
 from gpu_fixtures import QUICK
+from mutations import ENDLESS_LOOP, WILD_STORE, edited
 
 SCALE = 64**-0.5
 
@@ -159,26 +158,13 @@ def test_output_past_32_bits(tuned: tuple[str, str]):
     assert_right(out[:, :2], q[:, :2], k[:, :2], v[:, :2])
 
 
-def _edited(program: Program, name: str, old: str, new: str) -> Program:
-    assert old in program.source
-    source = program.source.replace(old, new).replace(program.name, name)
-    entries = tuple(replace(e, function=name) for e in program.entries)
-    return replace(program, name=name, source=source, entries=entries)
-
-
 def test_hang_and_illegal_access_cost_one_row_each(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("fagen.tune.proxies.TRY_LIMIT_S", 6.0)
     problem = make_problem(512, 64)
     config = Config("flash", flash.Knobs(64, 32, 4, 2))
     right = render(problem, config, toolchain().triton_minor)
-    wild = _edited(right, "wild_store", "o_rows = O +", "o_rows = O + (1 << 40) +")
-    endless = _edited(
-        right,
-        "endless_loop",
-        "    m_i = tl.full",
-        # The output is poisoned with NaN, so this never ends.
-        "    while tl.load(LSE, volatile=True) != 1.5:\n        seq_q += 1\n    m_i = tl.full",
-    )
+    wild = edited(right, "wild store", *WILD_STORE)
+    endless = edited(right, "endless loop", *ENDLESS_LOOP)
     worker = GpuWorker("cuda:0")
     try:
         worker.prepare(problem, detect(), QUICK)
