@@ -17,7 +17,7 @@ for mask in ${MASKS:-full causal}; do
   flag=$([ "$mask" = causal ] && echo " --causal" || true)
   stem=h200_bf16_b1h16_n8192_d128_$mask
   for seed in 0 1; do
-    words="tune --seq 8192 --head-dim 128$flag --seed $seed"
+    words="tune --seq 8192 --head-dim 128$flag --seed $seed --trials 128"
     db=$work/${mask}_seed$seed.db
     started=$(date +%s)
     # shellcheck disable=SC2086

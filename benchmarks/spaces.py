@@ -132,7 +132,7 @@ def measure(space: Space, db: str, seconds: float) -> None:
 
     with (
         Records.open(db, "write", config_from_dict) as records,
-        staff(place, renders) as (worker, builder),
+        staff(place, renders) as (workers, builder),
         place.held(seconds, lambda event: None),
     ):
         whole = held(SearchSpace.of(space.problem, place.target), space.held)
@@ -141,7 +141,7 @@ def measure(space: Space, db: str, seconds: float) -> None:
             target=place.target,
             space=whole,
             ledger=Ledger(records, space.problem, place.target, compiler),
-            worker=worker,
+            workers=workers,
             builder=builder,
             render=renders,
             policy=policy_of(place),
@@ -166,10 +166,11 @@ def one_pass(plan: Plan, records: Records, configs: list[Config], number: int) -
     run = records.begin_run(plan.problem, plan.target, toolchain(), budget)
     for config in reversed(configs):
         plan.builder.submit(plan.render(plan.problem, config))
-    plan.worker.prepare(plan.problem, plan.target, plan.policy)
+    pipeline = Pipeline(plan, Shuffled(configs), [])  # type: ignore[arg-type]
+    pipeline.prepare()
     tally: Counter[str] = Counter()
     done = True
-    for outcome in outcomes(Pipeline(plan, Shuffled(configs), [])):  # type: ignore[arg-type]
+    for outcome in outcomes(pipeline):
         if outcome is None:
             done = False
             break
@@ -177,6 +178,7 @@ def one_pass(plan: Plan, records: Records, configs: list[Config], number: int) -
         tally[outcome.status.value] += 1
         if sum(tally.values()) % 50 == 0:
             print(f"pass {number + 1}: {dict(tally)}, {plan.seconds:.0f} s", flush=True)
+    pipeline.close()
     records.finish_run(run, interrupted=not done)
     print(f"pass {number + 1}: {dict(tally)}, {plan.seconds:.0f} s, done: {done}", flush=True)
     return done

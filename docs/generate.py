@@ -1,5 +1,5 @@
 """Writes docs/configuration.md and docs/commands.md from the code that they describe, and
-docs/measured.md and a table of README.md from benchmarks/results.
+docs/measured.md, docs/replays.md and a table of README.md from benchmarks/results.
 
 python docs/generate.py           write them
 python docs/generate.py --check   say which one differs, and exit with 1
@@ -174,11 +174,44 @@ def readme() -> str:
     return TABLE.sub(lambda _: f"\n{table}\n\n{said}\n", README.read_text("utf-8"))
 
 
+def replays() -> str:
+    """What searches find on measured spaces."""
+    parts = [
+        "# Searches on measured spaces",
+        NOTE,
+        "What `fagen bench-tuner` said of each data set in benchmarks/spaces; what the strategies "
+        "are and why the search is as it is: [search](search.md). Shares of the best config's "
+        "speed that would have been picked after so many trials: the median over the seeds, then "
+        "what nine of ten seeds reach, then the seconds such a run takes.",
+    ]
+    for path in sorted(RESULTS.glob("replay_*.json")):
+        found = json.loads(path.read_text("utf-8"))
+        space = path.stem.removeprefix("replay_")
+        counts = list(next(iter(found["strategies"].values())))
+        rows = [
+            [f"`{name}`", *(_score(by_count[count]) for count in counts)]
+            for name, by_count in found["strategies"].items()
+        ]
+        parts += [
+            f"## {space}",
+            f"{found['problem'].removeprefix('forward ')} on {found['device']}: "
+            f"{found['configs']} configs, the best {found['optimum_us']:.1f} us; "
+            f"{found['seeds']} seeds.",
+            _table(["strategy", *(f"{count} trials" for count in counts)], rows),
+        ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _score(score: dict[str, float]) -> str:
+    return f"{score['median']:.4f}, {score['p10']:.4f}, {score['seconds']:.0f} s"
+
+
 def pages() -> dict[Path, str]:
     return {
         DOCS / "configuration.md": configuration(),
         DOCS / "commands.md": commands(),
         DOCS / "measured.md": measured(),
+        DOCS / "replays.md": replays(),
         README: readme(),
     }
 

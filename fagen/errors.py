@@ -82,6 +82,10 @@ class UnknownTrial(FagenError, LookupError):
     """An id that is in no table."""
 
 
+class NoSource(FagenError, LookupError):
+    """A trial whose source was never made, and can't be made now."""
+
+
 class CacheError(FagenError, OSError):
     """Generated files can't be written, or the folder belongs to somebody else."""
 

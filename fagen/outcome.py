@@ -15,9 +15,12 @@ GATE = "3: fp64 truth, 2x baseline + 1e-5"
 
 
 class Status(StrEnum):
-    """Stored as text. `ok`: verified and timed; `predicted`: never timed, so only ever a seed."""
+    """Stored as text. `ok`: verified and timed; `slower`: right on a first case and, by a few
+    samples, clearly slower than the fastest, so neither checked further nor ever served;
+    `predicted`: never timed, so only ever a seed."""
 
     OK = "ok"
+    SLOWER = "slower"
     INVALID = "invalid"
     BUILD_ERROR = "build_error"
     OUT_OF_RESOURCES = "out_of_resources"
@@ -72,6 +75,13 @@ class Check:
     def passed(self) -> bool:
         return self.error <= self.budget  # NaN fails
 
+    @property
+    def share(self) -> float:
+        """How much of the budget the error takes: above 1 it failed."""
+        if self.error != self.error:
+            return float("inf")
+        return self.error / self.budget if self.budget > 0 else 1e30 * (self.error > 0)
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -90,13 +100,7 @@ class Verdict:
     @property
     def worst(self) -> Check | None:
         """The check that is nearest its budget, or furthest over it."""
-
-        def share(check: Check) -> float:
-            if check.error != check.error:
-                return float("inf")
-            return check.error / check.budget if check.budget > 0 else 1e30 * (check.error > 0)
-
-        return max(self.checks, key=share, default=None)
+        return max(self.checks, key=lambda check: check.share, default=None)
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ def stage(right: int, seconds: float, where: str) -> None:
     space, tune = small_space(CANDIDATES), tuner.tune
     act_in_children()
     places.place_of = lambda device, name: (TARGET, True)
-    tuner.place_of = lambda target, device: place.Place(TARGET, "cuda:0")
+    tuner.place_of = lambda target, device, devices: place.Place(TARGET, "cuda:0")
     tuner.policy_of = lambda place: Policy()
     tuner.seeds_of = lambda problem, target: space.seeds
     tuner.SearchSpace = SimpleNamespace(of=lambda problem, target: space)

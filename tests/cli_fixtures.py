@@ -10,6 +10,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from fagen.config import Config
 from fagen.generate.families import config_from_dict
 from fagen.generate.render import render
 from fagen.outcome import GATE, Built, Check, KernelFacts, Outcome, Status, Timing, Verdict
@@ -47,17 +48,22 @@ def _write(
     error: float = 0.25,
     target: Target | None = None,
     findings: tuple[str, ...] = (),
+    head_dim: int = 16,
+    config: Config | None = None,
+    source_key: str | None = None,
+    module_path: str = "kernel.py",
 ) -> int:
-    problem, target = make_problem(seq, 16), target or preset("h200")
-    config = next(defaults(problem, preset("h200")))
+    """source_key: another one than the config's source has now."""
+    problem, target = make_problem(seq, head_dim), target or preset("h200")
+    config = config or next(defaults(problem, preset("h200")))
     program = render(problem, config, toolchain().triton_minor)
     outcome = Outcome(
         config,
         status,
         reason,
-        program.key,
+        program.key if source_key is None else source_key,
         program.template_digest,
-        built=Built("kernel.py", (KernelFacts(program.name, 1024, 64, 0, findings),)),
+        built=Built(module_path, (KernelFacts(program.name, 1024, 64, 0, findings),)),
         verdict=Verdict((Check("o_max", error, 0.5),), target.name),
         timing=Timing((us,), "test") if status is Status.OK else None,
     )
@@ -67,6 +73,28 @@ def _write(
     trial_id = records.save(run_id, outcome)
     records.finish_run(run_id)
     return trial_id
+
+
+def run_script(
+    script: str, folder: Path, root: Path, *words: str
+) -> subprocess.CompletedProcess[str]:
+    """What `fagen repro` wrote, in a folder of its own, where no database is or can be found."""
+    for path in folder.glob("tuning.db*"):
+        path.unlink()
+    own = folder / "own"
+    own.mkdir()
+    (own / "script.py").write_text(script, encoding="utf-8")
+    env = {name: value for name, value in os.environ.items() if name != "FAGEN_DB"}
+    done = subprocess.run(
+        [sys.executable, "script.py", *words],
+        cwd=own,
+        env={**env, "PYTHONPATH": str(root), "XDG_DATA_HOME": str(own)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert [path.name for path in own.iterdir()] == ["script.py"]
+    return done
 
 
 def rows_of(db: Path, statement: str) -> list[Any]:

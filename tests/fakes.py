@@ -220,7 +220,7 @@ class FakeShop:
             problem=PROBLEM,
             target=TARGET,
             ledger=self.ledger,
-            worker=self.worker,
+            workers=(self.worker,),
             builder=self.builder,
             render=render_fake,
             policy=Policy(),

@@ -52,8 +52,8 @@ EVERY = list(commands())
 
 def test_the_commands_are_these():
     assert {" ".join(words) for words in EVERY} == {
-        *("tune", "why", "show", "bench", "doctor", "db"),
-        *(f"db {name}" for name in ("path", "list", "show", "best", "trials", "check")),
+        *("tune", "why", "show", "repro", "bench", "bench-tuner", "doctor", "db"),
+        *(f"db {name}" for name in ("path", "list", "show", "best", "trials", "export", "check")),
     }
 
 
@@ -73,7 +73,7 @@ def test_every_command_takes_json_and_db(words: list[str]):
         command = group.get_command(click.Context(group), name)
         group = command
     names = {option for param in command.params for option in param.opts}
-    assert {"--json", "--db"} <= names
+    assert {"--json", "--db"} - ({"--db"} if words == ("bench-tuner",) else set()) <= names
 
 
 # R04
@@ -132,6 +132,9 @@ def test_version_is_one_line(capsys: pytest.CaptureFixture[str]):
         (["db", "trials", "--run", str(2**63)], "is not in the range"),
         (["db", "show", str(2**63)], "is not in the range"),
         (["show", str(2**63)], "is not in the range"),
+        (["repro"], "Missing argument 'TRIAL'"),
+        (["repro", str(2**63)], "is not in the range"),
+        (["repro", "1", "--force"], "--force says nothing without --out"),
         (["why", "--head-dim", "64", "--seq", str(2**31)], "seq must be 0 to 2147479552"),
         (["why", *SHAPE, "--causal-align", "bottom_right"], "says nothing without --causal"),
         (["why", *SHAPE, "--device", "0", "--target", "h200"], "Name one of them"),
@@ -203,7 +206,9 @@ def test_a_device_that_is_not_there_is_an_error(command: str, capsys: pytest.Cap
 
 
 # D03
-@pytest.mark.parametrize("words", [["show", "7"], ["db", "show", "7"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "words", [["show", "7"], ["db", "show", "7"], ["repro", "7"]], ids=" ".join
+)
 def test_an_unknown_trial_is_an_error(words: list[str], capsys: pytest.CaptureFixture[str]):
     write_trials([{}])
     assert main(words) == 1
@@ -251,7 +256,7 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
         path,
         "INSERT INTO trial SELECT NULL, run_id, config, config_key, program_key || n.value,"
         " template_digest, status, reason, facts, checks, checked_on, samples_us, clocks_mhz,"
-        " measure_policy, median_us, predicted_us, created, quarantined FROM trial,"
+        " measure_policy, median_us, predicted_us, created, quarantined, seconds FROM trial,"
         " (WITH RECURSIVE n(value) AS (SELECT 1 UNION ALL SELECT value + 1 FROM n LIMIT 499)"
         " SELECT value FROM n) AS n",
     )

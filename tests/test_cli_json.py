@@ -34,7 +34,7 @@ OTHERS = [
     ["show", *OFFLINE],
     ["bench", *OFFLINE],
 ]
-OF_A_TRIAL = [["show", "1"], ["db", "show", "1"]]
+OF_A_TRIAL = [["show", "1"], ["db", "show", "1"], ["repro", "1"]]
 H200 = preset("h200")
 
 
@@ -99,7 +99,9 @@ def test_lists_are_arrays_of_flat_objects_of_one_field_set(
 
 
 # D02
-@pytest.mark.parametrize("words", [*OTHERS, *OF_A_TRIAL, ["show", "2"], ["db", "show", "3"]])
+@pytest.mark.parametrize(
+    "words", [*OTHERS, *OF_A_TRIAL, ["show", "2"], ["db", "show", "3"], ["repro", "3"]]
+)
 def test_odd_rows_are_still_strict_json(
     words: list[str], capsys: pytest.CaptureFixture[str], odd_database: None
 ):
@@ -149,7 +151,13 @@ def test_tables_show_any_name_on_any_terminal(odd_database: None):
 
 
 @pytest.mark.parametrize(
-    "words", [["show", "99"], ["db", "show", "99"], ["why", "--seq", "1", "--head-dim", "0"]]
+    "words",
+    [
+        ["show", "99"],
+        ["db", "show", "99"],
+        ["repro", "99"],
+        ["why", "--seq", "1", "--head-dim", "0"],
+    ],
 )
 def test_an_error_leaves_stdout_empty(
     words: list[str], capsys: pytest.CaptureFixture[str], odd_database: None

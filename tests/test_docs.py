@@ -37,6 +37,7 @@ def test_a_page_that_differs_is_named(
     (tmp_path / "configuration.md").write_text(generator.configuration(), encoding="utf-8")
     (tmp_path / "commands.md").write_text(generator.commands() + "\n", encoding="utf-8")
     (tmp_path / "measured.md").write_text(generator.measured(), encoding="utf-8")
+    (tmp_path / "replays.md").write_text(generator.replays(), encoding="utf-8")
     assert generator.differing() == ["commands.md"]
 
 
@@ -48,7 +49,7 @@ def test_a_result_that_changes_changes_the_tables(
     found = json.loads(text)
     for cell in found["cells"]:
         cell["times_best_peer"] = [0.5, 0.5, 0.5]
-    for path in (root / "benchmarks/results").glob("h200-forward*.json"):
+    for path in (root / "benchmarks/results").iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / name).write_text(json.dumps(found), encoding="utf-8")
     monkeypatch.setattr(generator, "RESULTS", tmp_path)
@@ -63,6 +64,11 @@ def test_a_result_that_changes_changes_the_tables(
     found["cells"][0]["times_best_peer"] = None  # no peer could run it
     (tmp_path / name).write_text(json.dumps(found), encoding="utf-8")
     assert generator.readme().count(" 5.000 |") == 17 - 3
+    replayed = tmp_path / "replay_d128-full.json"
+    scores = json.loads(replayed.read_text(encoding="utf-8"))
+    scores["strategies"]["random"]["64"]["p10"] = 0.1234
+    replayed.write_text(json.dumps(scores), encoding="utf-8")
+    assert ", 0.1234, " in generator.replays()
     assert "Geometric mean of 17:" in generator.measured()
 
 

@@ -183,7 +183,7 @@ def plan_of(
         "target": TARGET,
         "space": space,
         "ledger": Ledger(records, PROBLEM, TARGET, TOOLCHAIN),
-        "worker": GpuWorker("cuda:0"),
+        "workers": (GpuWorker("cuda:0"),),
         "builder": BuildPool(TARGET, 2, limit_s=3.0),
         "render": rendering(lambda config: acts.get(config, RIGHT)),
         "policy": Policy(),
@@ -295,7 +295,7 @@ def test_a_gpu_process_killed_between_candidates_costs_no_row(
         (folder / moment).touch()
         kill(worker._child)
 
-    plan = plan_of(records, space, {}, worker=worker, on_event=at_third_row(strike))
+    plan = plan_of(records, space, {}, workers=(worker,), on_event=at_third_row(strike))
     result = run(plan)
     assert result.counts == {Status.OK: 8}
     assert len({row.verdict.where for row in rows_of(records) if row.verdict is not None}) == 2
@@ -311,7 +311,7 @@ def test_a_gpu_that_is_lost_ends_the_run_and_is_no_candidates_fault(
         (folder / moment).write_text("every time")
         kill(worker._child)
 
-    plan = plan_of(records, space, {}, worker=worker, on_event=at_third_row(strike))
+    plan = plan_of(records, space, {}, workers=(worker,), on_event=at_third_row(strike))
     with pytest.raises(FagenError, match=r"GPU .*SIGKILL") as lost:
         run(plan)
     assert lost.value.next_step

@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "door": {"words", "generate", "run", "judge", "store", "tune", "serve", "show", "door"},
 }
 WORDS = {"errors", "settings", "keys", "problem", "target", "config", "outcome"}
-SHOW = {"report", "cli", "doctor", "analysis", "testing"}
+SHOW = {"report", "cli", "doctor", "analysis", "rerun", "testing"}
 
 # Module, or package with a dot at its end -> the third-party libraries that it may import.
 LIBRARIES: dict[str, set[str]] = {
@@ -36,6 +36,7 @@ LIBRARIES: dict[str, set[str]] = {
     "fagen.judge.": {"torch"},
     "fagen.judge.peers.packages": {"fa3_fwd_interface", "flash_attn"},  # optional
     "fagen.tune.search": {"optuna"},
+    "fagen.tune.sampler": {"optuna", "numpy"},
     "fagen.tune.worker": {"torch"},  # the child that owns the GPU
     "fagen.serve.": {"torch"},
     "fagen.report": {"rich"},

@@ -72,13 +72,25 @@ def test_a_time_that_cannot_be_is_an_error(bad: float) -> None:
         measure(clock.launch("a", 5, 5, 5, 5, bad), FAST, "cpu", clock=clock)
 
 
-def test_a_slow_candidate_is_given_up_after_one_sample() -> None:
+@pytest.mark.parametrize(
+    ("us", "samples"), [(301.0, 1), (299.0, 2), (111.0, 2), (109.0, 5), (50.0, 5)]
+)
+def test_a_candidate_that_is_clearly_slower_is_given_up_early(us: float, samples: int) -> None:
     clock = FakeClock()
-    slow = measure(clock.launch("a", 301.0), FAST, "cpu", give_up_us=100.0, clock=clock)
-    assert slow.samples_us == (301.0,)
-    assert len(clock.replays) == 2
-    near = measure(clock.launch("b", 299.0), FAST, "cpu", give_up_us=100.0, clock=clock)
-    assert len(near.samples_us) == FAST.samples
+    timing = measure(clock.launch("a", us), FAST, "cpu", give_up_us=100.0, clock=clock)
+    assert timing.samples_us == (us,) * samples
+    if samples == 1:
+        assert len(clock.replays) == 2
+    clock = FakeClock()
+    assert len(measure(clock.launch("a", us), FAST, "cpu", clock=clock).samples_us) == 5
+
+
+def test_one_outlier_loses_no_candidate() -> None:
+    clock = FakeClock()
+    # Two replays size the batch, one warms up; then an untimed one before each sample.
+    times = (101, 101, 101, 101, 250, 101, 100, 101, 101, 101, 102, 101, 99)
+    timing = measure(clock.launch("a", *times), FAST, "cpu", give_up_us=100.0, clock=clock)
+    assert timing.samples_us == (250, 100, 101, 102, 99)
 
 
 @pytest.mark.parametrize(

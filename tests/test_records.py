@@ -309,6 +309,9 @@ def test_rows_of_another_version_are_left_out_with_one_warning(
     for trial_id, config in enumerate(strange, 1):
         sql(path, "UPDATE trial SET config = ? WHERE id = ?", config, trial_id)
     sql(path, "UPDATE trial SET status = 'of tomorrow' WHERE id = 4")
+    for trial_id, why in ((1, "'of_tomorrow' is unknown"), (2, "block_q"), (4, "of tomorrow")):
+        with pytest.raises(UnknownTrial, match=rf"Trial {trial_id} is of another.*{why}"):
+            records.trial(trial_id)
     assert [r.config for r in records.trials()] == [demo(256)]
     [warning] = caplog.messages
     assert "4 row(s)" in warning

@@ -57,7 +57,7 @@ def test_two_passes_each_in_its_own_order_and_none_is_lost_when_time_is_up(
 
     @contextmanager
     def staff(place: Place, renders: Any) -> Iterator[tuple[Any, Any]]:
-        yield worker, FakeBuilder()
+        yield (worker,), FakeBuilder()
 
     monkeypatch.setattr(spaces, "render", lambda p, c, triton_minor=None: render_fake(p, c))
     monkeypatch.setattr(spaces, "staff", staff)

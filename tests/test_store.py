@@ -325,6 +325,16 @@ def test_a_failure_in_the_middle_stores_nothing(tmp_path: Path) -> None:
     assert store.finals(run_id) == []
 
 
+def test_a_row_that_holds_no_number_is_left_out_and_the_others_stay(tmp_path: Path) -> None:
+    path = tmp_path / "t.db"
+    store = Store(path, "write")
+    run_id = store.add_run(run_row())
+    damaged, whole = (store.add_trial(trial_row(run_id, us)) for us in (1.0, 2.0))
+    for stored in ("[1.0, null]", '["a"]', "[0.0]"):
+        sql(path, "UPDATE trial SET samples_us = ? WHERE id = ?", stored, damaged)
+        assert [view.trial.id for view in store.trials()] == [whole]
+
+
 def test_winners_are_exported_and_imported(tmp_path: Path) -> None:
     lines = export_lines(Store(V2))
     [winner] = read_lines(lines)

@@ -15,7 +15,7 @@ import pytest
 from fagen import settings
 from fagen.errors import BadConfig
 from fagen.generate.families import FAMILIES, config_from_dict, family_of
-from fagen.generate.program import Program
+from fagen.generate.program import Program, source_key
 from fagen.generate.render import environment, render
 from fagen.generate.space import SearchSpace
 from fagen.problem import Problem, make_problem
@@ -189,6 +189,14 @@ def test_key_ignores_name_header_and_sizes_that_the_source_does_not_hold():
     assert short.key == long.key
     assert short.source == long.source
     assert render(make_problem(512, 64), config).key != short.key
+
+
+@pytest.mark.parametrize("program", golden_programs(), ids=lambda program: program.name)
+def test_key_can_be_found_from_the_text_alone(program: Program):
+    assert source_key(program.source, program.name) == program.key
+    assert source_key(program.source + "\n", program.name) != program.key
+    below = program.source.split('"""', 2)[2]
+    assert source_key(f'"""Another header."""{below}', program.name) == program.key
 
 
 def test_default_layout_is_that_of_contiguous_tensors():

@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import pytest
 
@@ -36,8 +37,9 @@ from fagen.report.tuning import tune_lines
 from fagen.target import Toolchain, preset
 from fagen.tune import events
 from fagen.tune.finale import FINALISTS
-from fagen.tune.jobs import BuildReply, Tried
+from fagen.tune.jobs import BuildReply, RaceReply, Tried
 from fagen.tune.ledger import Ledger
+from fagen.tune.plan import Plan
 from fagen.tune.result import Final, Finale, choose, finalists
 from fagen.tune.signals import Terminated
 from fagen.tune.tuner import run, tune
@@ -148,6 +150,51 @@ def test_a_finalist_that_fails_its_last_check_does_not_win_nor_stay_right() -> N
     again = FakeShop(ledger=shop.ledger)
     assert run(again.plan()).winner != best
     assert best.config not in again.worker.tried
+
+
+class Judging(FakeWorker):
+    """Calls slower what is, beside the fastest so far, as the bench of a real worker does."""
+
+    def __init__(self, lucky: Config) -> None:
+        super().__init__(lambda c: 20.0 if c == lucky else formula_us(c))
+        self.refused = frozenset({lucky})
+        self.fastest = float("inf")
+
+    def try_program(self, program: Program, seconds: float) -> Tried:
+        tried = super().try_program(program, seconds)
+        us = self.formula(program.config)
+        if us > 1.1 * self.fastest:
+            return Tried(Status.SLOWER, "slower", timing=Timing((us, us), "fake timer"))
+        self.fastest = min(us, self.fastest)
+        return tried
+
+    def race(self, programs: list[Program], rounds: int, seconds: float) -> RaceReply:
+        reply = super().race(programs, rounds, seconds)
+        if reply.rejected:
+            self.fastest = float("inf")
+        return reply
+
+
+# T01: the fastest is wrong in the end, and others looked slow beside it.
+@pytest.mark.parametrize("stopped", [False, True])
+def test_what_was_slower_than_a_refused_kernel_alone_is_tried_again(stopped: bool) -> None:
+    lucky = full_space().seeds[2]
+    shop = FakeShop(worker=Judging(lucky))
+    if stopped:  # the race ends the run; another one goes on
+        shop.worker.race = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt())  # type: ignore[method-assign]
+        with pytest.raises(Interrupted):
+            run(shop.plan(trials=40))
+        rows = [r for r in shop.ledger.rows if r.config != lucky]
+        shop = FakeShop(worker=Judging(lucky), ledger=FakeLedger(rows=rows))
+    result = run(shop.plan(trials=40))
+    tried = {row.config for row in shop.ledger.rows} - {lucky}
+    assert result.winner is not None
+    assert result.winner_us == min(map(formula_us, tried))
+    final = {row.config: row.status for row in shop.ledger.rows}
+    best = min(formula_us(c) for c, status in final.items() if status is Status.OK)
+    for config, status in final.items():
+        if status is Status.SLOWER:
+            assert formula_us(config) > 1.1 * best
 
 
 # T02, T03: one candidate fails, in every way there is.
@@ -380,6 +427,30 @@ def test_finalists_are_distinct_sources_with_default_and_incumbent() -> None:
 
 
 # T07 and resume: what the budgets mean.
+
+
+@pytest.mark.parametrize(
+    ("words", "trials", "seconds"),
+    [
+        ({}, 64, 75.0),
+        ({"effort": "quick"}, 20, 40.0),
+        ({"effort": "full"}, 256, 300.0),
+        ({"effort": "full", "trials": 3}, 3, 300.0),
+        ({"effort": "quick", "timeout": 7}, 20, 7),
+        ({"trials": 0, "timeout": 0.0}, 0, 0.0),
+    ],
+)
+def test_an_effort_is_trials_and_a_timeout_unless_they_are_given(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    words: dict[str, Any],
+    trials: int,
+    seconds: float,
+) -> None:
+    plans: list[Plan] = []
+    monkeypatch.setattr("fagen.tune.tuner.run", plans.append)
+    tune(PROBLEM, target="h200", db=str(tmp_path / "t.db"), **words)
+    assert [(plan.trials, plan.timeout_s) for plan in plans] == [(trials, seconds)]
 
 
 def test_trials_is_the_total_of_a_key_and_a_rerun_goes_on() -> None:
@@ -731,6 +802,8 @@ def test_ctrl_c_while_a_run_closes_loses_neither_its_race_nor_its_result() -> No
     ("words", "error"),
     [
         ({"trials": -1}, BadSetting),
+        ({"effort": "heroic"}, BadSetting),
+        ({"effort": 3}, BadSetting),
         ({"trials": 1.5}, BadSetting),
         ({"timeout": float("nan")}, BadSetting),
         ({"timeout": float("inf")}, BadSetting),

@@ -13,10 +13,11 @@ import pytest
 from fagen.generate.program import Program
 from fagen.judge.measure import MeasurePolicy
 from fagen.judge.reference import baseline
-from fagen.outcome import Status
+from fagen.outcome import Outcome, Status
 from fagen.problem import make_problem
 from fagen.target import preset
 from fagen.tune.jobs import Confirm, Prepare, Race, TryProgram
+from fagen.tune.result import finalists, value_of
 from fagen.tune.worker import Bench
 from fakes import full_space, render_fake
 
@@ -59,11 +60,19 @@ def raising(message: str) -> Callable[..., None]:
 
 
 @pytest.fixture(scope="module")
-def bench() -> Bench:
+def prepared() -> Bench:
     """One for all tests, as in a child: the truth of every case is made once."""
     made = Bench()
     made.prepare(Prepare(PROBLEM, CARD, POLICY, "cpu"))
     return made
+
+
+@pytest.fixture
+def bench(prepared: Bench) -> Bench:
+    """As if nothing had been tried yet."""
+    prepared._passed.clear()
+    prepared._best_us = None
+    return prepared
 
 
 def program(number: int = 0) -> Program:
@@ -96,6 +105,43 @@ def test_a_wrong_kernel_is_never_timed_and_its_error_is_told(
     assert tried.timing is None
     assert tried.verdict is not None and not tried.verdict.passed
     assert "over budget" in tried.reason
+
+
+def test_what_is_clearly_slower_is_not_checked_further_and_is_no_winner(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads(monkeypatch, attend, five_percent_off)
+    bench._best_us = 1e-3
+    levels = []
+    check = bench._gate.check
+    monkeypatch.setattr(
+        bench._gate, "check", lambda *a, level: (levels.append(level), check(*a, level=level))[1]
+    )
+    tried = bench.try_program(TryProgram(program(0)))
+    assert tried.status == Status.SLOWER and tried.verdict is None
+    assert tried.timing is not None and len(tried.timing.samples_us) < POLICY.samples
+    assert "the time of the fastest" in tried.reason
+    assert levels == ["smoke"] and bench._best_us == 1e-3
+    # A wrong kernel is called wrong, however slow.
+    assert bench.try_program(TryProgram(program(1))).status == Status.WRONG_RESULT
+    row = Outcome(program(0).config, tried.status, tried.reason, "key", timing=tried.timing)
+    assert value_of(row, timed=True) == tried.timing.median_us
+    assert finalists([row], row.config, row.config, 4) == []
+
+
+def test_what_is_wrong_beyond_the_first_case_and_fast_is_never_timed(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    def later_wrong(*args: Any) -> None:
+        seen.append(1)
+        (attend if len(seen) <= 30 else five_percent_off)(*args)
+
+    loads(monkeypatch, later_wrong)
+    tried = bench.try_program(TryProgram(program()))
+    assert tried.status == Status.WRONG_RESULT and tried.timing is None
+    assert bench._best_us is None
 
 
 # T02

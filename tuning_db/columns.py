@@ -121,8 +121,12 @@ def positive(value: Any) -> float:
 
 
 def finite(value: Any) -> float:
-    """A plain float of any kind of number. Raises ValueError for NaN and infinities."""
-    number = float(value)
+    """A plain float of any kind of number. Raises ValueError for NaN, infinities and what is no
+    number."""
+    try:
+        number = float(value)
+    except TypeError:
+        raise ValueError(f"a number is needed, got {value!r:.40}") from None
     if not math.isfinite(number):
         raise ValueError(f"a finite number is needed, got {number}")
     return number

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from datetime import datetime
+from pathlib import Path
 
 import click
 
 from fagen.cli.options import ID, db_option, json_option, shape_options
-from fagen.cli.output import emit, emit_json, emit_rows
+from fagen.cli.output import emit, emit_json, emit_rows, note
 from fagen.outcome import Status
 from fagen.problem import Problem
 
@@ -127,6 +128,8 @@ def trials(
 ) -> None:
     """List the trials, newest first, with what became of each and why.
 
+    `fagen repro TRIAL` writes a script that tries one of them again.
+
     \b
     Example:
       fagen db trials --run 3 --status wrong_result
@@ -165,6 +168,44 @@ def show(trial: int, db: str | None, as_json: bool) -> None:
         emit_json(stored.detail_row(record))
     else:
         emit("\n".join(stored.detail_lines(record)))
+
+
+@command.command("export")
+@shape_options(required=True)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="The file to write; compressed where its name ends in .gz.",
+)
+@click.option("--force", is_flag=True, help="Write over a file that exists.")
+@db_option
+@json_option
+def export(problem: Problem, out: Path, force: bool, db: str | None, as_json: bool) -> None:
+    """Write all trials of a shape as a data set: every config, its times and what it cost.
+
+    Predictions and quarantined trials are left out, and those of another device, toolchain, gate
+    or measuring policy than most have. fagen bench-tuner searches a data set again.
+
+    \b
+    Example:
+      fagen db export --seq 8192 --head-dim 128 --out d128.jsonl.gz
+    """
+    from fagen.errors import BadSetting
+    from fagen.report import replays
+    from fagen.serve.database import exported
+
+    if out.exists() and not force:
+        raise BadSetting(f"{out} exists.", "Name another file, or say --force.")
+    found, left_out = exported(db, problem, out)
+    if as_json:
+        row = {"file": str(out), "problem": str(problem), "configs": len(found.rows)}
+        emit_json({**row, "optimum_us": found.optimum_us, "trials_left_out": left_out})
+        return
+    emit(f"{replays.heading(found)}")
+    if left_out:
+        note(f"{left_out} trial(s) of another device, toolchain, gate or policy are left out.")
+    note(f"Wrote {out}. Next: fagen bench-tuner --replay {out}")
 
 
 @command.command("check")

@@ -21,7 +21,9 @@ COMMANDS = {
     "tune": "fagen.cli.tune",
     "why": "fagen.cli.why",
     "show": "fagen.cli.show",
+    "repro": "fagen.cli.repro",
     "bench": "fagen.cli.bench",
+    "bench-tuner": "fagen.cli.bench_tuner",
     "doctor": "fagen.cli.doctor",
     "db": "fagen.cli.db",
 }

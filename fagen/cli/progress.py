@@ -63,7 +63,7 @@ class Watcher:
             self._shower.best = "best" if event.timed else "best predicted"
         if isinstance(event, TrialDone):
             outcome = event.outcome
-            if outcome.status not in (Status.OK, Status.PREDICTED):
+            if outcome.status not in (Status.OK, Status.SLOWER, Status.PREDICTED):
                 self.rejected[outcome.status, outcome.reason] += 1
             self._shower.trial(event)
         text = told(event)

@@ -28,7 +28,8 @@ def command(
     """Print the generated source of a TRIAL, or of the kernel that a shape would get.
 
     stdout holds the source alone, so that it can be saved and run. stderr says what the compiled
-    kernel uses and what its machine code shows, where that is stored.
+    kernel uses and what its machine code shows, where that is stored. `fagen repro TRIAL` writes
+    a script that builds, checks and times it.
 
     \b
     Example:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, cast
 
 import click
 
-from fagen.cli.options import db_option, json_option, place_options, shape_options
+from fagen.cli.options import comma_list, db_option, json_option, place_options, shape_options
 from fagen.cli.output import emit, emit_json, emit_table, note
-from fagen.errors import Interrupted
+from fagen.errors import BadSetting, Interrupted
 from fagen.problem import Problem
 
 if TYPE_CHECKING:
@@ -22,12 +22,27 @@ if TYPE_CHECKING:
 @shape_options(required=True)
 @place_options
 @click.option(
-    "--trials",
-    type=click.IntRange(min=0),
-    help="Trials of this shape in all, earlier runs included.",
+    "--devices",
+    metavar="N,N",
+    help="Several GPUs of one kind that share the run; the race is on the first.",
 )
 @click.option(
-    "--timeout", type=click.FloatRange(min=0), metavar="SECONDS", help="Wall time of this run."
+    "--effort",
+    type=click.Choice(["quick", "normal", "full"]),
+    default="normal",
+    show_default=True,
+    help="20, 64 or 256 trials, in 60, 150 or 600 s at most; without a GPU 40, 75 or 300.",
+)
+@click.option(
+    "--trials",
+    type=click.IntRange(min=0),
+    help="Trials of this shape in all, earlier runs included [default: by --effort].",
+)
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0),
+    metavar="SECONDS",
+    help="Wall time of this run [default: by --effort].",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the search.")
 @db_option
@@ -37,6 +52,8 @@ def command(
     problem: Problem,
     device: str | None,
     target: str | None,
+    devices: str | None,
+    effort: str,
     trials: int | None,
     timeout: float | None,
     seed: int,
@@ -55,12 +72,15 @@ def command(
     """
     from fagen.cli.places import place_of
 
-    where, has_gpu = place_of(device, target)
+    several = None if devices is None else comma_list(devices)
+    if several is not None and (device is not None or target is not None):
+        raise BadSetting("--devices stands alone.", "Leave out --device and --target.")
+    where, has_gpu = place_of(device if several is None else several[0], target)
     if not quiet:
         offline = "" if has_gpu else ", offline: nothing will be timed"
         note(f"Tuning {problem} on {where}{offline}.")
     with _watcher(quiet) as watcher:
-        from fagen.tune.tuner import TRIALS, tune  # slow to import: the first line is out by now
+        from fagen.tune.tuner import tune  # slow to import: the first line is out by now
 
         stopped: Interrupted | None = None
         try:
@@ -68,7 +88,9 @@ def command(
                 problem,
                 target=None if has_gpu else where,
                 device=device,
-                trials=TRIALS if trials is None else trials,
+                devices=several,
+                effort=effort,
+                trials=trials,
                 timeout=timeout,
                 seed=seed,
                 db=db,

@@ -14,7 +14,7 @@ from typing import Any
 from fagen import settings
 from fagen.errors import CacheError
 from fagen.generate import lint
-from fagen.generate.program import Entry, Program
+from fagen.generate.program import Entry, Program, below_header
 from fagen.outcome import Built, KernelFacts, Status
 from fagen.target import Target
 
@@ -55,7 +55,10 @@ def compile_entry(program: Program, entry: Entry, target: Target) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
 
-    function = getattr(load_module(program), entry.function)
+    module = load_module(program)
+    function = getattr(module, entry.function, None)
+    if function is None:
+        raise BuildFailed(f"{program.name} has no function {entry.function}.", Status.BUILD_ERROR)
     _give_triton_a_folder()
     try:
         return triton.compile(
@@ -144,10 +147,6 @@ def load_module(program: Program) -> ModuleType:
     return module
 
 
-def _below_header(source: str) -> str:
-    return source.split('"""', 2)[-1]
-
-
 def write_module(program: Program) -> Path:
     """The module's file, written in one step. A file that holds other text is put right."""
     folder = settings.kernel_dir() / program.key[:2]
@@ -158,7 +157,7 @@ def write_module(program: Program) -> Path:
             if held == program.source:
                 return path
             # Another version of fagen may say other words above the same text.
-            if _below_header(held) != _below_header(program.source):
+            if below_header(held) != below_header(program.source):
                 log.warning("%s was changed or cut short; it is written again", path)
         folder.mkdir(mode=0o700, exist_ok=True)
         with tempfile.NamedTemporaryFile(

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from fagen.config import Config
+from fagen.keys import KEY_HEX
 from fagen.problem import Problem
+
+# What a text is called while its key is taken: rows outlive a change of name or header.
+NAMELESS = "kernel"
 
 
 class Sizes(NamedTuple):
@@ -114,3 +119,18 @@ class Program:
                 only = right[-1] if len(right) == 1 else f"{right[0]} to {right[-1]}"
                 return f"{self.name} is made for {name} {only}, not {value}."
         return None
+
+
+def below_header(source: str) -> str:
+    """A generated module without the text that opens it."""
+    return source.split('"""', 2)[-1]
+
+
+def source_key(source: str, name: str) -> str:
+    """The key of the Program of this name that has this source, from the text alone."""
+    return nameless_key(below_header(source).replace(name, NAMELESS))
+
+
+def nameless_key(text: str) -> str:
+    """The key of a module that was rendered under the name NAMELESS and without a header."""
+    return hashlib.sha256(text.encode()).hexdigest()[:KEY_HEX]

@@ -11,12 +11,9 @@ import jinja2
 from fagen import settings
 from fagen.config import Config
 from fagen.generate.families import family_of
-from fagen.generate.program import Program
+from fagen.generate.program import NAMELESS, Program, nameless_key
 from fagen.keys import KEY_HEX
 from fagen.problem import Problem
-
-# What the name and header are while the digest is taken: rows outlive a change of either.
-_NAMELESS = "kernel"
 
 _DIM_LETTERS = {"block_m": "m", "block_n": "n", "num_warps": "w", "num_stages": "s", "row": "r"}
 
@@ -42,8 +39,7 @@ def render(problem: Problem, config: Config, triton_minor: tuple[int, int] = (3,
     family = family_of(config)
     template = environment().get_template(family.TEMPLATE)
     words = _context(problem, config, triton_minor)
-    nameless = template.render(**words, name=_NAMELESS, header="")
-    key = hashlib.sha256(nameless.encode()).hexdigest()[:KEY_HEX]
+    key = nameless_key(template.render(**words, name=NAMELESS, header=""))
     name = _name(problem, config, key)
     digest = template_digest(family.TEMPLATE)
     header = _header(problem, config, key, family.TEMPLATE, digest)
@@ -62,7 +58,7 @@ def render(problem: Problem, config: Config, triton_minor: tuple[int, int] = (3,
 def _context(problem: Problem, config: Config, triton_minor: tuple[int, int]) -> dict[str, Any]:
     dtype = problem.shape.dtype
     family = family_of(config)
-    entries = family.entries(problem, config.knobs, _NAMELESS)
+    entries = family.entries(problem, config.knobs, NAMELESS)
     types = {"bf16": "tl.bfloat16", "fp16": "tl.float16", "fp32": "tl.float32"}
     return {
         "problem": problem,

@@ -22,7 +22,7 @@ from fagen.outcome import Check, Verdict
 from fagen.problem import ITEM_BYTES, Problem
 
 Launch = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], None]
-Level = Literal["quick", "full", "finalist"]
+Level = Literal["smoke", "quick", "full", "finalist"]
 
 REPEATS = 10
 FP16_MAX = 65504.0
@@ -49,13 +49,16 @@ class Gate:
     def check(
         self, launch: Launch, tile: tuple[int, int], limits: dict[str, range], *, level: Level
     ) -> Verdict:
-        """quick: shrunken shapes; full: the target shape too; finalist: and bitwise repeats.
+        """smoke: one shrunken shape, ragged; quick: all of them; full: the target shape too;
+        finalist: and bitwise repeats. Only full and finalist say that a kernel is right.
 
         On a CPU, where the interpreter runs, quick takes a shorter list of the same kinds.
         """
         thorough = self.device.type != "cpu" or level != "quick"
         todo = cases(self.problem, tile, limits, thorough=thorough, sm_count=self._sm_count)
-        if level != "quick":
+        if level == "smoke":
+            todo = todo[:1]
+        elif level != "quick":
             todo += target_cases(self.problem)
         with self._on_device(), torch.no_grad():
             ready = [self._prepared(case, max(tile)) for case in todo if self._fits(case)]

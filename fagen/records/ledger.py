@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 _SPARE = 16  # rows asked for beyond the wanted ones: the first may be of another version
 
+# What reading a row raises that is damaged, or of a family or knob that is not known here.
+_UNREADABLE = (FagenError, AttributeError, KeyError, TypeError, ValueError)
+
 log = logging.getLogger(__name__)
 
 _ended = 0
@@ -239,13 +242,19 @@ class Records:
         return self._best({})
 
     def trial(self, trial_id: int) -> Record:
-        """Raises UnknownTrial."""
+        """Raises UnknownTrial, also for a row that this version can't read."""
         with _database_errors():
             view = self._store.trial(trial_id)
-        found = self._records([view] if view is not None else [])
-        if not found:
+        if view is None:
             raise _unknown(trial_id)
-        return found[0]
+        try:
+            return convert.record_of(view, self._decode)
+        except _UNREADABLE as error:
+            why = error.message if isinstance(error, FagenError) else str(error)
+            raise UnknownTrial(
+                f"Trial {trial_id} is of another version of fagen: {why}",
+                "Use the version that tried it.",
+            ) from error
 
     def trials(
         self,
@@ -327,7 +336,7 @@ def _understood(
     for row in rows:
         try:
             kept.append(read(row, decode))
-        except (FagenError, AttributeError, KeyError, TypeError, ValueError) as error:
+        except _UNREADABLE as error:
             bad.append(str(error))
     if bad:
         log.warning(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
-from fagen.outcome import Verdict
+from fagen.outcome import Check, Verdict
 from fagen.problem import Problem
 
 Row = dict[str, Any]
@@ -64,6 +64,12 @@ def verdict_row(verdict: Verdict | None) -> Row | None:
         for c in verdict.checks
     ]
     return {"passed": verdict.passed, "where": verdict.where, "checks": checks}
+
+
+def check_line(check: Check) -> str:
+    """One check of a verdict for people."""
+    said = "ok" if check.passed else "FAILED"
+    return f"{said}  {check.name}: {check.error:.3g} of {check.budget:.3g}"
 
 
 def missing_rows(missing: Mapping[str, str]) -> list[Row]:

@@ -114,7 +114,7 @@ def source_lines(shown: Shown) -> list[str]:
     """What is known of a shown source beside its text, for people."""
     if shown.record is None:
         return []
-    lines = facts_lines(shown.record)
+    lines = facts_lines(shown.record.outcome.built)
     if lines and shown.changed:
         lines.insert(0, "fagen emits another source now than when these were read:")
     return lines

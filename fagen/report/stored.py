@@ -6,9 +6,11 @@ from collections.abc import Iterable
 from datetime import datetime
 from typing import TYPE_CHECKING
 
+from fagen.outcome import Built
 from fagen.report.plain import (
     Row,
     cell,
+    check_line,
     iso,
     local,
     problem_row,
@@ -106,9 +108,8 @@ def facts_row(record: Record) -> Row | None:
     }
 
 
-def facts_lines(record: Record) -> list[str]:
+def facts_lines(built: Built | None) -> list[str]:
     """Each compiled kernel for people: what it uses, and what its machine code shows."""
-    built = record.outcome.built
     if built is None:
         return []
     lines = []
@@ -130,11 +131,10 @@ def detail_lines(record: Record) -> list[str]:
     width = max(map(len, row))
     lines = [f"{name:<{width}}  {cell(value)}" for name, value in row.items()]
     checks = record.verdict.checks if record.verdict is not None else ()
-    lines += [
-        f"{'ok' if c.passed else 'FAILED'}  {c.name}: {c.error:.3g} of {c.budget:.3g}"
-        for c in checks
-    ]
-    return [*lines, *facts_lines(record), f"Source: fagen show {record.trial_id}"]
+    lines += [check_line(check) for check in checks]
+    lines += facts_lines(record.outcome.built)
+    number = record.trial_id
+    return [*lines, f"Source: fagen show {number}. To try it again: fagen repro {number}"]
 
 
 def localized(rows: Iterable[Row]) -> list[Row]:

@@ -23,9 +23,10 @@ def race(
     """Check and time `outcomes` once more; mark the winner."""
     programs = {outcome.config: plan.render(plan.problem, outcome.config) for outcome in outcomes}
     plan.on_event(events.Racing(len(programs)))
-    plan.worker.prepare(plan.problem, plan.target, plan.policy)
+    worker = plan.workers[0]
+    worker.prepare(plan.problem, plan.target, plan.policy)
     seconds = max(RACE_MOST_S / 2, plan.timeout_s - plan.seconds)
-    reply = plan.worker.race(list(programs.values()), RACE_ROUNDS, seconds)
+    reply = worker.race(list(programs.values()), RACE_ROUNDS, seconds)
     keys = {config: program.key for config, program in programs.items()}
     rejected = reply.rejected
     finals = _finals(reply, outcomes, keys)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from fagen.config import Config
 from fagen.generate.program import Program
@@ -24,16 +24,17 @@ class Prepare:
 
 @dataclass(frozen=True)
 class TryProgram:
-    """Verify, then time."""
+    """A first check, then the time; what is not clearly slower than others is verified."""
 
     program: Program
 
 
 @dataclass(frozen=True)
 class Confirm:
-    """Verify once more at finalist level, with repeated runs."""
+    """Verify without timing; at finalist level with repeated runs."""
 
     program: Program
+    level: Literal["full", "finalist"] = "finalist"
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from fagen.records import Record, Records
 from fagen.target import Target, Toolchain
 from fagen.tune.result import Finale
 
-STRATEGY = "seeds, coverage, tpe, polish"
+STRATEGY = "seeds, estimate, polish, coverage"
 INTERPRETER = "interpreter"  # where the gate says that it ran a kernel without a device
 OTHER_DEVICE = 100.0  # further away than any size of the same device
 

@@ -25,8 +25,9 @@ RACE_SHARE, RACE_MOST_S = 0.2, 25.0
 
 @dataclass(frozen=True)
 class Plan:
-    """A run's inputs; a test puts its own worker, builder, ledger and clock in.
+    """A run's inputs; a test puts its own workers, builder, ledger and clock in.
 
+    workers: one for each device; the first one holds the race.
     timed: False when nothing can be measured, so candidates are predicted and interpreted.
     trials: the total for this key, earlier runs included. started: when the caller began, by
     `clock`; everything since then counts against timeout_s.
@@ -36,7 +37,7 @@ class Plan:
     target: Target
     space: SearchSpace
     ledger: Ledger
-    worker: Worker
+    workers: tuple[Worker, ...]
     builder: Builder
     render: Renderer
     policy: Any
@@ -69,4 +70,5 @@ class Plan:
     def close(self) -> None:
         """Kill every child."""
         self.builder.close()
-        self.worker.close()
+        for worker in self.workers:
+            worker.close()

@@ -16,17 +16,17 @@ from fagen.target import Target
 from fagen.tune.children import Child, JobFailed, begun
 from fagen.tune.jobs import BuildJob, BuildReply
 
-MOST_BUILDERS = 16
+MOST_BUILDERS = 16  # for each device
 # A candidate compiles in 1.5-5 s on one core; 12 times that leaves room for a loaded machine.
 BUILD_LIMIT_S = 60.0
 # Of this machine, not of a candidate: as a row it would never be tried again.
 STORAGE = ("CacheError", "OSError", "PermissionError", "FileNotFoundError", "NotADirectoryError")
 
 
-def builder_count() -> int:
-    """One process a core that this process may use, at most MOST_BUILDERS."""
+def builder_count(devices: int = 1) -> int:
+    """One process a core that this process may use, at most MOST_BUILDERS for each device."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, min(usable or 1, MOST_BUILDERS))
+    return max(1, min(usable or 1, devices * MOST_BUILDERS))
 
 
 class BuildPool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from fagen.errors import FagenError, WorkerDied
 from fagen.generate.program import Program
@@ -76,9 +76,13 @@ class GpuWorker:
     def close(self) -> None:
         self._child.close()
 
+    def check(self, program: Program, level: Literal["full", "finalist"], seconds: float) -> Tried:
+        """Verify and don't time. Raises WorkerDied."""
+        return self._tried(Confirm(program, level), seconds)
+
     def _confirmed(self, program: Program) -> Tried:
         try:
-            return self._tried(Confirm(program), CONFIRM_LIMIT_S)
+            return self.check(program, "finalist", CONFIRM_LIMIT_S)
         except WorkerDied as died:
             status = Status.TIMED_OUT if died.timed_out else Status.CRASHED
             return Tried(status, died.message)

@@ -9,6 +9,7 @@ from statistics import median
 from typing import Literal
 
 from fagen.config import Config
+from fagen.judge.measure import LOST
 from fagen.outcome import Outcome, Status, Timing
 from fagen.problem import Problem
 from fagen.target import Target
@@ -107,8 +108,22 @@ def is_time(value_us: float | None) -> bool:
 def value_of(outcome: Outcome, *, timed: bool) -> float | None:
     """What the search minimises; None for a failure."""
     if timed:
-        return outcome.median_us if outcome.status == Status.OK else None
+        return outcome.median_us if outcome.status in (Status.OK, Status.SLOWER) else None
     return outcome.predicted_us if outcome.status in (Status.PREDICTED, Status.OK) else None
+
+
+def doubted(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Those called slower that are not, beside the best that is right: what made them look slow
+    was refused later."""
+    right = [o.median_us for o in outcomes if o.status == Status.OK and o.median_us is not None]
+    best = min(right, default=math.inf)
+    return [
+        o
+        for o in outcomes
+        if o.status == Status.SLOWER
+        and o.timing is not None
+        and min(o.timing.samples_us) <= LOST[-1] * best
+    ]
 
 
 def finalists(
@@ -116,7 +131,7 @@ def finalists(
 ) -> list[Outcome]:
     """The best `keep` by single-pass time, one of each source, and the default and the earlier
     winner where they are right."""
-    right = [o for o in outcomes if value_of(o, timed=True) is not None]
+    right = [o for o in outcomes if o.status == Status.OK and o.median_us is not None]
     right.sort(key=lambda o: (o.median_us or 0.0, o.config.key))
     distinct: dict[str, Outcome] = {}
     for outcome in right:

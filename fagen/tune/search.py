@@ -1,7 +1,8 @@
-"""Which config to try next: seeds, then coverage of every knob, then Optuna and local polish.
+"""Which config to try next: seeds, then in turns Optuna, local polish and coverage of every knob.
 
 Polish tries the neighbours of the best config, and of others that are nearly as good and unlike
 it: one odd tile shape can be the best by far and look poor until its other knobs are right.
+Optuna's sampler is the one of `tune.sampler`.
 
 Only valid configs are proposed and none twice. Optuna sees plain indices into each knob's values,
 lives in memory and is rebuilt from our rows, so a space that changed never breaks a resumed run.
@@ -21,18 +22,44 @@ from optuna.trial import TrialState, create_trial
 
 from fagen.config import Config
 from fagen.generate.space import SearchSpace
+from fagen.tune.sampler import EstimateSampler
 
 VALUES_TIMED = 2  # of every knob that has so many in the space
 COVER_TRIES = 4  # candidates spent on one knob whose other values keep failing
 SEEDED = 0.5  # share of the trials that seeds may take,
-SEEDS_AT_LEAST = 20  # but so many in any case
-POLISH_FROM = 0.625  # share of the trials after which neighbours of the best configs come first
-POLISH_TURN = 3  # before that, every third proposal is such a neighbour
-MODEL_TURN = 5  # after that, every fifth proposal is still Optuna's
+SEEDS_AT_LEAST = 8  # but so many in any case
+# After the seeds the turns go round: a neighbour of the best configs; Optuna's choice; a config
+# that gives a knob a value, or a tile a shape, which was not timed. What has nothing to propose
+# leaves its turn to Optuna. On measured spaces neighbours cost nothing where the estimate is
+# right, and find more where it is wrong (docs/search.md).
+TURNS = 3
+# What blocks a multiprocessor can hold. Each shape has its turn even if the estimate is wrong
+# about it, as it was for 64x128 on 4 warps in one stage of flash, 60th of 128 predicted and the
+# best by 12 % (bf16 D128 N8192 full, one H200).
+SHAPE = ("block_m", "block_n", "num_warps", "num_stages")
 INCUMBENTS = 3  # configs whose neighbours are tried
 INCUMBENTS_APART = 3  # knobs in which they differ from each other at least
 INCUMBENT_WITHIN = 1.2  # of the best's time, to be one
 BEST_TURN = 2  # every second neighbour is one of the best's
+
+# Optuna's own, to compare with. group: the knobs of each family are modelled together, apart from
+# the other families'. GP needs scipy; it takes no parameters that hang on another, as knobs do on
+# the family, and draws those at random.
+OPTUNAS: dict[str, Callable[[int], optuna.samplers.BaseSampler]] = {
+    "tpe": lambda seed: optuna.samplers.TPESampler(
+        seed=seed, multivariate=True, group=True, constant_liar=True, n_startup_trials=0
+    ),
+    "tpe-univariate": lambda seed: optuna.samplers.TPESampler(
+        seed=seed, multivariate=False, constant_liar=True, n_startup_trials=0
+    ),
+    "gp": lambda seed: optuna.samplers.GPSampler(
+        seed=seed,
+        n_startup_trials=4,
+        deterministic_objective=False,
+        warn_independent_sampling=False,
+    ),
+    "random": lambda seed: optuna.samplers.RandomSampler(seed=seed),
+}
 
 Point = tuple[int, ...]  # an index into the values of each knob of one family
 
@@ -41,8 +68,8 @@ class Search:
     """`ask` for the next config, `tell` what it was worth; deterministic for a seed and tells.
 
     history: configs that were tried before, with what they were worth. seeds: configs to try
-    first, before those of the space; all of them take half of the trials at most. prior: an
-    estimate that orders the neighbours of a config; lower is better.
+    first, by default those of the space; they take half of the trials at most, or eight. prior: an
+    estimate of a config's time, above zero. sampler: "estimate", or one of OPTUNAS.
     """
 
     def __init__(
@@ -52,33 +79,33 @@ class Search:
         history: Sequence[tuple[Config, float | None]] = (),
         *,
         trials: int = 64,
-        seeds: Iterable[Config] = (),
+        seeds: Iterable[Config] | None = None,
         prior: Callable[[Config], float] | None = None,
+        sampler: str = "estimate",
     ) -> None:
         self._grids = _grids(space.configs)
-        self._prior = prior or (lambda config: 0.0)
+        self._prior = prior or (lambda config: 1.0)
         self._untried = dict.fromkeys(space.configs)
         self._values: dict[Config, float] = {}
         self._asked: dict[Config, optuna.Trial] = {}
-        self._proposals = 0
         self._turns = 0
         self._polishes = 0
-        self._polish_after = int(trials * POLISH_FROM)
-        self._study = _study(seed)
+        self._study = _study(self._sampler(sampler, space, seed))
         self._cover = _Coverage(self._grids)
         for config, value_us in history:
             self._recall(config, value_us)
-        untried = [c for c in dict.fromkeys([*seeds, *space.seeds]) if c in self._untried]
+        first = space.seeds if seeds is None else seeds
+        untried = [c for c in dict.fromkeys(first) if c in self._untried]
         self._seeds = untried[: max(SEEDS_AT_LEAST, int(trials * SEEDED))]
+        self._shapes = self._best_of_each_shape(space.configs)
         self._bases = {c.family: c for c in reversed(space.seeds)}
 
     def ask(self) -> Config | None:
         """The next untried valid config, or None when there is none left."""
         if not self._untried:
             return None
-        config = self._seed() or self._uncovered() or self._polish_or_model()
+        config = self._seed() or self._in_turn()
         del self._untried[config]
-        self._proposals += 1
         self._cover.asked(config)
         self._asked[config] = self._pending(config)
         return config
@@ -94,6 +121,13 @@ class Search:
             self._values[config] = value_us
             self._study.tell(trial, value_us)
 
+    def again(self, configs: Sequence[Config]) -> None:
+        """These were told a value that no longer counts: they are asked for next."""
+        for config in configs:
+            self._values.pop(config, None)
+            self._untried[config] = None
+        self._seeds = [*configs, *self._seeds]
+
     @property
     def best(self) -> Config | None:
         return min(self._values, key=lambda c: self._values[c], default=None)
@@ -106,7 +140,6 @@ class Search:
         if config not in self._untried:
             return
         del self._untried[config]
-        self._proposals += 1
         self._cover.asked(config)
         self._cover.told(config, ok=value_us is not None)
         params, distributions = self._parameters(config)
@@ -116,6 +149,14 @@ class Search:
         )
         if value_us is not None:
             self._values[config] = value_us
+
+    def _sampler(self, name: str, space: SearchSpace, seed: int) -> optuna.samplers.BaseSampler:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            if name == "estimate":
+                known = [self._parameters(config)[0] for config in space.configs]
+                return EstimateSampler(known, [self._prior(c) for c in space.configs], seed)
+            return OPTUNAS[name](seed)
 
     def _seed(self) -> Config | None:
         while self._seeds:
@@ -141,13 +182,27 @@ class Search:
         grid = self._grids[family]
         return grid.points[best] if best is not None else next(iter(grid.configs))
 
-    def _polish_or_model(self) -> Config:
+    def _in_turn(self) -> Config:
+        turn = self._turns % TURNS
         self._turns += 1
-        if self._proposals >= self._polish_after:
-            polish = self._turns % MODEL_TURN != 0
-        else:
-            polish = self._proposals % POLISH_TURN == 0
-        return (self._polished() if polish else None) or self._modelled()
+        found = None
+        if turn == 0:
+            found = self._polished()
+        elif turn == 2:
+            found = self._uncovered() or self._untried_shape()
+        return found or self._modelled()
+
+    def _best_of_each_shape(self, configs: Iterable[Config]) -> list[Config]:
+        """By the estimate, and in its order."""
+        best: dict[tuple[Any, ...], Config] = {}
+        for config in sorted(configs, key=self._prior):
+            best.setdefault(_shape(config), config)
+        return list(best.values())
+
+    def _untried_shape(self) -> Config | None:
+        tried = {_shape(config) for config in (*self._values, *self._asked)}
+        self._shapes = [c for c in self._shapes if c in self._untried]
+        return next((c for c in self._shapes if _shape(c) not in tried), None)
 
     def _polished(self) -> Config | None:
         incumbents = self._incumbents()
@@ -325,18 +380,16 @@ def _grids(configs: Sequence[Config]) -> dict[str, _Grid]:
     return {family: _Grid(members) for family, members in families.items()}
 
 
-def _study(seed: int) -> optuna.Study:
+def _study(sampler: optuna.samplers.BaseSampler) -> optuna.Study:
     before = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.ERROR)  # it reports each new study
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        # group: the knobs of each family are modelled together, apart from the other families'.
-        sampler = optuna.samplers.TPESampler(
-            seed=seed, multivariate=True, group=True, constant_liar=True, n_startup_trials=0
-        )
-        study = optuna.create_study(direction="minimize", sampler=sampler)
+    study = optuna.create_study(direction="minimize", sampler=sampler)
     optuna.logging.set_verbosity(before)
     return study
+
+
+def _shape(config: Config) -> tuple[Any, ...]:
+    return config.family, *(getattr(config.knobs, name, None) for name in SHAPE)
 
 
 def _distance(a: Point, b: Point) -> int:

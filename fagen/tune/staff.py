@@ -33,21 +33,26 @@ def policy_of(place: Place) -> Any:
 
 
 @contextmanager
-def staff(place: Place, render: Renderer) -> Iterator[tuple[Worker, Builder]]:
-    """The children of a run; none is left at the end, however it ends."""
+def staff(place: Place, render: Renderer) -> Iterator[tuple[tuple[Worker, ...], Builder]]:
+    """The children of a run, a worker for each device; none is left at the end, however it
+    ends."""
+    workers: tuple[GpuWorker | InterpretWorker, ...]
     if place.device is None:  # the interpreter takes a core to itself
-        worker: GpuWorker | InterpretWorker = InterpretWorker(render)
+        workers = (InterpretWorker(render),)
         builder = BuildPool(place.target, max(1, builder_count() - 1))
     else:
-        worker = GpuWorker(place.device)
-        builder = BuildPool(place.target, builder_count())
+        names = [place.device, *(name for name, _ in place.others)]
+        workers = tuple(map(GpuWorker, names))
+        builder = BuildPool(place.target, builder_count(len(names)))
     builder.start()
-    _start_early(worker)
+    for worker in workers:
+        _start_early(worker)
     try:
-        yield worker, builder
+        yield workers, builder
     finally:
         builder.close()
-        worker.close()
+        for worker in workers:
+            worker.close()
 
 
 def _start_early(worker: GpuWorker | InterpretWorker) -> None:

@@ -59,11 +59,11 @@ HOPPER_PROBLEMS: tuple[Problem, ...] = tuple(
     for causal in (False, True)
 )
 # The most bytes that they may spill, by head dim, and none of them in a loop. Measured over those
-# seeds: 0, 32, 0 and 0 with Triton 3.6.0; 708, 144, 152 and 260 with 3.9.0, and 324 with one
-# product in flight at D96.
+# seeds: 0, 32, 0 and 0 with Triton 3.6.0; 708, 144, 152 and 260 with 3.9.0, and with one product
+# in flight at D96 244 to 324, with three slots and a causal mask 472.
 HOPPER_SPILLS = {64: 0, 96: 32, 128: 0, 256: 32}
 HOPPER_SPILLS_NEWEST = {64: 740, 96: 160, 128: 160, 256: 280}
-ALONE_SPILLS_NEWEST = 340
+ALONE_SPILLS_NEWEST = 480
 NEWEST_SINCE = (3, 8)
 
 

@@ -56,7 +56,7 @@ def tried(worker: GpuWorker, programs: list[Program]) -> dict[str, tuple[Status,
     for problem, group in groupby(ordered, problem_of):
         worker.prepare(problem, here(), QUICK)
         for program in group:
-            outcome = worker.try_program(program, SECONDS)
+            outcome = worker.check(program, "full", SECONDS)
             found[program.name] = (outcome.status, outcome.reason)
     return found
 

@@ -52,7 +52,8 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     result = fagen.tune(seq=512, head_dim=64, heads=4, trials=16, timeout=90, db=db)
     assert torch.cuda.memory_allocated() == free
     assert result.winner is not None
-    assert result.counts[Status.OK] >= 12
+    assert result.counts[Status.OK] >= 2
+    assert result.counts[Status.OK] + result.counts.get(Status.SLOWER, 0) >= 12
     assert {o.timing is not None for o in [result.winner]} == {True}
     return db, str(result.winner.config)
 
@@ -84,7 +85,8 @@ def test_slim_and_kv_outer_were_timed_where_they_are_legal(tuned: tuple[str, str
         text=True,
         check=True,
     )
-    timed = {row["family"] for row in json.loads(shown.stdout) if row["status"] == "ok"}
+    rows = json.loads(shown.stdout)
+    timed = {row["family"] for row in rows if row["status"] in ("ok", "slower")}
     problem = make_problem(512, 64)
     legal = {n for n, f in FAMILIES.items() if f.why_unsupported(problem, detect()) is None}
     assert timed == legal
