@@ -92,7 +92,8 @@ def test_a_candidate_that_hangs_holds_up_its_own_device_alone() -> None:
     one.behave = two.behave = behave
     shop, plan = shared(one, two, trials=24)
     assert run(plan).counts == {Status.OK: 23, Status.TIMED_OUT: 1}
-    assert shop.ledger.rows[-1].config == hangs
+    stored = [row.config for row in shop.ledger.rows]
+    assert stored.index(hangs) >= 22  # the 24th may still be at work
 
 
 @pytest.mark.parametrize("ends", ["interrupted", "time up"])
