@@ -12,10 +12,16 @@ from fagen.cli.options import comma_list, db_option, json_option, place_options,
 from fagen.cli.output import emit, emit_json, emit_table, note
 from fagen.errors import BadSetting, Interrupted
 from fagen.problem import Problem
+from fagen.tune.effort import EFFORTS
 
 if TYPE_CHECKING:
     from fagen.cli.progress import Watcher
     from fagen.tune.result import TuneResult
+
+
+def _of(name: str) -> str:
+    *others, last = (f"{getattr(effort, name):g}" for effort in EFFORTS.values())
+    return f"{', '.join(others)} or {last}"
 
 
 @click.command("tune")
@@ -28,10 +34,11 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--effort",
-    type=click.Choice(["quick", "normal", "full"]),
+    type=click.Choice(list(EFFORTS)),
     default="normal",
     show_default=True,
-    help="20, 64 or 256 trials, in 60, 150 or 600 s at most; without a GPU 40, 75 or 300.",
+    help=f"{_of('trials')} trials, in {_of('timeout_s')} s at most; without a GPU "
+    f"{_of('offline_timeout_s')}.",
 )
 @click.option(
     "--trials",

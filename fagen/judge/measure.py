@@ -33,8 +33,8 @@ Replay = Callable[[], float]  # runs a batch of launches, returns microseconds a
 
 MOST_LAUNCHES = 512  # in one graph: capturing costs about 20 us each
 # A candidate is lost when its fastest sample so far is above this many times the best's time, by
-# the number of samples: one may be an outlier, and two of one config are 0.4 % apart (standard
-# deviation over two passes of 450 configs on an H200, benchmarks/spaces).
+# the number of samples: one may be an outlier, and two medians of one config are within 0.8 % in
+# nine of ten cases (two passes of 456 configs on an H200, benchmarks/spaces).
 LOST = (3.0, 1.1)
 MOST_SETS = 64
 

@@ -1,4 +1,4 @@
-"""The exactness gate: what a kernel must survive before it is timed.
+"""The exactness gate: what a kernel must survive before its time counts.
 
 A kernel passes when it is as good as attention in the same precision: errors against the float64
 truth of at most twice the baseline's plus 1e-5. Nothing outside its tensors may be touched, every

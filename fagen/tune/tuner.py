@@ -29,6 +29,7 @@ from fagen.problem import Problem, make_problem
 from fagen.records import Records
 from fagen.target import Target, toolchain
 from fagen.tune import events
+from fagen.tune.effort import EFFORTS, Effort
 from fagen.tune.finale import FINALISTS, race
 from fagen.tune.jobs import Builder, Renderer
 from fagen.tune.ledger import Ledger
@@ -44,24 +45,6 @@ from fagen.tune.staff import policy_of, staff
 LAST_WAIT_S = 1.0  # for what other devices are about to end when the time is up
 MOST_SECONDS = 10**7  # a third of a year
 MOST_SEED = 2**32 - 1  # the sampler's
-
-
-@dataclass(frozen=True)
-class Effort:
-    """How much a run does: trials in all, and wall time with a GPU and without."""
-
-    trials: int
-    timeout_s: float
-    offline_timeout_s: float
-
-
-# On two measured spaces 16 trials find 0.995 of the optimum in 9 of 10 runs and 64 all of it
-# (docs/search.md).
-EFFORTS = {
-    "quick": Effort(20, 60.0, 40.0),
-    "normal": Effort(64, 150.0, 75.0),
-    "full": Effort(256, 600.0, 300.0),
-}
 
 
 def tune(  # noqa: PLR0913  (the words of the command line, each with its default)

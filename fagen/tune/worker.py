@@ -1,6 +1,6 @@
 """The main loop of a child process: `python -m fagen.tune.worker ROLE JOBS REPLIES LIFELINE`.
 
-Roles: `build` compiles, `gpu` verifies and times on one device, `interpret` verifies on the CPU.
+Roles: `build` compiles, `gpu` times and verifies on one device, `interpret` verifies on the CPU.
 """
 
 from __future__ import annotations
@@ -120,8 +120,7 @@ def _short(error: BaseException) -> str:
 
 
 def _build_role() -> Handlers:
-    # The builds fill every core, and the process on the GPU waits for its own: a check took 0.43 s
-    # beside 16 builds and 0.27 s without (bf16 D128 N4096, one H200).
+    # The builds fill every core, and what limits a run is the process on the GPU.
     os.nice(BUILD_NICENESS)
     from fagen.generate.build import BuildFailed, build  # imports Triton once for all jobs
 

@@ -63,7 +63,7 @@ HOPPER_PROBLEMS: tuple[Problem, ...] = tuple(
 # in flight at D96 244 to 324, with three slots and a causal mask 472.
 HOPPER_SPILLS = {64: 0, 96: 32, 128: 0, 256: 32}
 HOPPER_SPILLS_NEWEST = {64: 740, 96: 160, 128: 160, 256: 280}
-ALONE_SPILLS_NEWEST = 480
+ALONE_SPILLS_NEWEST = {2: 340, 3: 480}  # by slots
 NEWEST_SINCE = (3, 8)
 
 
@@ -100,7 +100,11 @@ def _hopper_cases() -> Iterator[Case]:
         legal = (c for c in seeds if why_invalid(problem, target, c) is None)
         for config in islice(legal, HOPPER_SEEDS):
             alone = newest and getattr(config.knobs, "in_flight", 2) == 1
-            bound = ALONE_SPILLS_NEWEST if alone else bounds[problem.shape.head_dim]
+            bound = (
+                ALONE_SPILLS_NEWEST[config.knobs.slots]
+                if alone
+                else bounds[problem.shape.head_dim]
+            )
             yield Case(90, problem, config, bound)
 
 
