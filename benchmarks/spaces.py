@@ -48,7 +48,9 @@ FLASH = {
     "rescale_skip": ("never",),
 }
 KV_OUTER = {"num_stages": (1, 2)}
+TWO_STAGES = {**FLASH, "num_stages": (2,)}
 LATE = {"claim": ("late",)}
+FINISHED = {**LATE, "boundary": ("finish",), "rescale_tau": (8.0,)}
 
 
 @dataclass(frozen=True)
@@ -69,33 +71,43 @@ SPACES = {
     ),
     "d64-full": Space(
         make_problem(1024, 64, batch=16, heads=32),
-        {"flash_ws": {**LATE, "rescale_tau": (8.0,)}, "flash": FLASH},
+        {"flash_ws": {**FINISHED, "rescale": ("under_scores",)}, "flash": TWO_STAGES},
     ),
     "d64-causal": Space(
         make_problem(2048, 64, batch=8, heads=32, causal=True),
         {
             "flash_ws": {
-                **LATE,
-                "rescale_tau": (8.0,),
+                **FINISHED,
                 "rescale": ("under_scores",),
-                "section_mb": (16, 64),
+                "section_mb": (64,),
                 "block_m": (128, 192, 256),
             },
-            "flash": FLASH,
+            "flash": TWO_STAGES,
         },
     ),
     "d96-causal": Space(
         make_problem(4096, 96, batch=4, heads=16, causal=True),
-        {"flash_ws": {**LATE, "rescale_tau": (8.0,), "section_mb": (32,)}, "flash": FLASH},
+        {
+            "flash_ws": {
+                **FINISHED,
+                "rescale_tau": (0.0, 8.0),
+                "section_mb": (64,),
+                "queries": ("shared",),
+            },
+            "flash": TWO_STAGES,
+        },
     ),
-    "fp32": Space(make_problem(2048, 128, batch=2, heads=16, dtype="fp32"), {}),
+    "fp32": Space(
+        make_problem(2048, 128, batch=2, heads=16, dtype="fp32"),
+        {"flash": {"rescale_tau": (0.0, 8.0), "order": ("tiles_first", "head_groups")}},
+    ),
     "d256-causal": Space(
         make_problem(2048, 256, batch=8, heads=8, causal=True),
         {"flash": {**FLASH, "rescale_skip": ("never", "branch")}},
     ),
     "decode": Space(
         make_problem(1, 128, seq_kv=8192, batch=16, heads=32, kv_heads=8),
-        {"flash": {**FLASH, "rescale_skip": ("never", "branch")}},
+        {"flash": {**FLASH, "loads": ("pointer", "tma"), "rescale_skip": ("never", "branch")}},
     ),
 }
 
