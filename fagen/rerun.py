@@ -33,7 +33,6 @@ from fagen.tune.worker import Bench, failure
 TIMEOUT_S = 60.0
 ROUNDS = 11  # of the race with torch, as in `fagen bench`
 LONGER = "A kernel that hangs ends so; for one that is slow say --timeout SECONDS."
-DEVICE = "cuda"  # the current one
 
 
 @dataclass(frozen=True)
@@ -226,7 +225,7 @@ def _on_gpu(
     policy, bench, program = MeasurePolicy(), Bench(), trial.program
     emit(f'\nChecking at level "{level}".')
     with ended_after(timeout_s, "checking"):
-        bench.prepare(Prepare(program.problem, here, policy, DEVICE))
+        bench.prepare(Prepare(program.problem, here, policy, _device()))
         tried = bench.confirm(Confirm(program, level))
     _show_checks(tried.verdict)
     if tried.status != Status.OK:
@@ -245,6 +244,12 @@ def _on_gpu(
         emit(f"Not measured: {name}: {why}")
     doubt = impossible(program.problem, here, timing.median_us, policy)
     return 0 if doubt is None else _failed(Tried(Status.CRASHED, f"no usable time: {doubt}"))
+
+
+def _device() -> str:
+    import torch
+
+    return f"cuda:{torch.cuda.current_device()}"
 
 
 def _time_rows(timings: dict[str, Timing], then_us: float | None) -> list[Row]:

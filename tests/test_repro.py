@@ -505,7 +505,7 @@ def gpu(again: Again, monkeypatch: pytest.MonkeyPatch):
     """The CPU taken for an H200; returns what replaces the kernel."""
     policy = MeasurePolicy(warmup_ms=0.1, batch_ms=0.1, samples=3, pause_ms=0.0)
     monkeypatch.setattr("fagen.rerun.targets.detect", lambda: H200)
-    monkeypatch.setattr("fagen.rerun.DEVICE", "cpu")
+    monkeypatch.setattr("fagen.rerun._device", lambda: "cpu")
     monkeypatch.setattr("fagen.judge.measure.MeasurePolicy", lambda: policy)
 
     def install(**words: Any):
