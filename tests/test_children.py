@@ -339,7 +339,7 @@ def test_a_finalist_that_kills_its_process_is_rejected_and_the_others_race() -> 
     worker.prepare(PROBLEM, TARGET, Policy())
     reply = worker.race([one, two, three], 5, 10.0)
     assert {key: t.status for key, t in reply.rejected.items()} == {two.key: Status.CRASHED}
-    assert stub.jobs[-1] == Race((one, three), 5)
+    assert stub.jobs[-1] == Race((one, three), 5, leaving=True)
     assert [type(j) for j in stub.jobs].count(Confirm) == 3
 
 

@@ -11,7 +11,15 @@ from itertools import pairwise
 import pytest
 
 from fagen.errors import MeasureError
-from fagen.judge.measure import MeasurePolicy, WallClock, impossible, measure, race, turns
+from fagen.judge.measure import (
+    CLEAR_ROUNDS,
+    MeasurePolicy,
+    WallClock,
+    impossible,
+    measure,
+    race,
+    turns,
+)
 from fagen.problem import make_problem
 from fagen.target import PRESETS
 
@@ -160,6 +168,20 @@ def test_drift_meets_all_contestants_alike() -> None:
     timings = race({"a": drifting(100), "b": drifting(101)}, FAST, 8, clock=clock)
     ratio = timings["b"].median_us / timings["a"].median_us
     assert 0.99 < ratio < 1.03
+
+
+def test_who_is_clearly_slower_leaves_a_race_when_told_to() -> None:
+    def raced(leaving: bool) -> dict[str, int]:
+        clock = FakeClock()
+        times = {"best": 100, "near": 109, "far": 112, "once": 100}
+        entries = {name: clock.launch(name, us) for name, us in times.items()}
+        # Two replays size the batch, one warms up; of its first three samples one is not slow.
+        entries["once"] = clock.launch("once", *[300] * 3, 0.1, 300, 0.1, 100, 0.1, 300, 300)
+        found = race(entries, FAST, 7, clock=clock, leaving=leaving)
+        return {name: len(timing.samples_us) for name, timing in found.items()}
+
+    assert raced(leaving=False) == dict.fromkeys(("best", "near", "far", "once"), 7)
+    assert raced(leaving=True) == {"best": 7, "near": 7, "far": CLEAR_ROUNDS, "once": 7}
 
 
 def test_a_contestant_that_raises_is_named_and_the_race_goes_on() -> None:

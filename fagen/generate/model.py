@@ -86,6 +86,16 @@ HIDDEN = {"plain": 0.33, "rotate_s": 0.33, "rotate_p": 0.0}
 TWO_GROUPS = 8  # warps
 CARRIED = {"plain": 1.5, "rotate_s": 2.5, "rotate_p": 2.0}  # score tiles held in registers
 MOST_SUMMED = 4096  # query tiles looked at one by one; of more, an even sample
+# fp32 has no matrix instructions: operands pass from shared memory to registers, for fewer
+# products the smaller a thread's part. By rows and warps, of the time that the lanes need: the
+# best of 180 timed configs at D128 N2048 full, one H200 (benchmarks/spaces/fp32.jsonl.gz).
+FP32_SLOWDOWN = {(16, 4): 9.1, (64, 8): 5.1}
+# Spilled words of a thread at D128, from the same compiled kernels. Of a tile that TMA brings
+# ptxas loads all operands ahead; with pointers that happens where every step rescales, at D192 and
+# above always (40 to 80 KB), at D128 in half of the forms.
+FP32_TMA_SPILLS = {(16, 4): 300.0, (64, 8): 1100.0}
+FP32_RESCALE_SPILLS = 450.0
+FP32_WIDE_SPILLS = 10000.0
 BASE_REGISTERS = 27  # 187 registers at 128x128 D128 on 8 warps, of which 160 accumulate
 MOST_REGISTERS = 255
 # Registers, read off the compiled kernels of those runs. In one stage 64x128 on 4 warps takes 168,
@@ -142,6 +152,8 @@ def _step(
     matrix = 2.0 * rows * keys * (dim + dim_v) / rate
     if target.arch == 90 and rows >= 128 and _warps(knobs) == 4:
         matrix *= SERIAL_WGMMA
+    if shape.dtype == "fp32":
+        matrix *= FP32_SLOWDOWN.get((rows, _warps(knobs)), 1.0)
     scores = rows * keys
     masked = getattr(knobs, "mask", "split") == "every_tile"
     vector = scores * (SCORE_OPS + MASK_OPS * masked) / FP32_LANES_SM
@@ -268,9 +280,20 @@ def _spill_cycles(problem: Problem, family: Family, knobs: Any, built: Built | N
     """Local loads and stores of a step, each a quarter of a warp instruction a clock and SM."""
     if built is not None:
         words = built.spill_bytes / 4
+    elif problem.shape.dtype == "fp32":
+        words = _fp32_spills(problem, family, knobs)
     else:
         words = 2 * max(0.0, _held_registers(problem, family, knobs) - MOST_REGISTERS)
     return 2.0 * words * _warps(knobs) / SCHEDULERS_SM
+
+
+def _fp32_spills(problem: Problem, family: Family, knobs: Any) -> float:
+    dim = max(padded(problem.shape.head_dim), padded(problem.shape.head_dim_v))
+    if getattr(knobs, "loads", "pointer") == "tma":
+        return FP32_TMA_SPILLS.get((family.tile(knobs)[0], _warps(knobs)), 0.0) * dim / 128
+    if getattr(knobs, "rescale_skip", "branch") == "branch" or dim < 128:
+        return 0.0
+    return FP32_RESCALE_SPILLS if dim == 128 else FP32_WIDE_SPILLS
 
 
 def _branch_wait_cycles(knobs: Any, rows: int, keys: int) -> float:

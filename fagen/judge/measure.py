@@ -18,6 +18,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from statistics import median
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from fagen.errors import MeasureError
@@ -36,6 +37,7 @@ MOST_LAUNCHES = 512  # in one graph: capturing costs about 20 us each
 # the number of samples: one may be an outlier, and two medians of one config are within 0.8 % in
 # nine of ten cases (two passes of 456 configs on an H200, benchmarks/spaces).
 LOST = (3.0, 1.1)
+CLEAR_ROUNDS = 3  # of a race, after which it may be clear that a contestant is lost
 MOST_SETS = 64
 
 
@@ -122,6 +124,7 @@ def race(
     sets: int = 1,
     clock: Clock | None = None,
     failed: dict[str, str] | None = None,
+    leaving: bool = False,
 ) -> dict[str, Timing]:
     """Contestants measured in turns, one sample a turn after a pause, in a balanced order.
 
@@ -129,7 +132,8 @@ def race(
     without pauses and with an order that was only rotated, whoever came after the slowest peer was
     faster every time (384 us for a kernel that then took 438:
     benchmarks/results/h200_rotated_order_race.json). One that raises is named in `failed` with its
-    reason and left out; without `failed` it raises.
+    reason and left out; without `failed` it raises. With `leaving`, one that is clearly slower
+    than the fastest (LOST) after CLEAR_ROUNDS is not timed any more: its samples are fewer.
     """
     clock = clock or clock_of(device, policy)
     ready: dict[str, Replay] = {}
@@ -145,9 +149,17 @@ def race(
     samples: dict[str, list[float]] = {name: [] for name in ready}
     clocks: dict[str, list[int | None]] = {name: [] for name in ready}
     for name in turns(ready, rounds):
+        if leaving and _has_left(samples, name):
+            continue
         samples[name].append(_rested(ready[name], policy))
         clocks[name].append(clock.clock_mhz())
     return {name: _timing(samples[name], clocks[name], policy) for name in ready if samples[name]}
+
+
+def _has_left(samples: dict[str, list[float]], name: str) -> bool:
+    if any(len(found) < CLEAR_ROUNDS for found in samples.values()):
+        return False
+    return min(samples[name]) > LOST[-1] * min(median(found) for found in samples.values())
 
 
 def turns(names: Iterable[str], rounds: int) -> Iterator[str]:

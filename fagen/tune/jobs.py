@@ -43,6 +43,7 @@ class Race:
 
     programs: tuple[Program, ...]
     rounds: int
+    leaving: bool = False  # as in judge.measure.race
 
 
 @dataclass(frozen=True)

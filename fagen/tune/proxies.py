@@ -67,7 +67,7 @@ class GpuWorker:
                     rejected[program.key] = verdict
             entrants = tuple(p for p in programs if p.key not in rejected)
             reply: RaceReply = self._call(
-                Race(entrants, rounds), max(LEAST_RACE_S, until - time.monotonic())
+                Race(entrants, rounds, leaving=True), max(LEAST_RACE_S, until - time.monotonic())
             )
         except (FagenError, JobFailed) as error:
             return RaceReply(rejected=rejected, note=f"No race: {error}")

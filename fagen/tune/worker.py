@@ -249,6 +249,7 @@ class Bench:
             device=self._device,
             sets=len(self._sets),
             failed=failed,
+            leaving=job.leaving,
         )
         keys = {program.key for program in job.programs}
         return RaceReply(

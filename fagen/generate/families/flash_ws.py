@@ -18,6 +18,7 @@ NAME = "flash_ws"
 TEMPLATE = "flash_ws.py.j2"
 
 ROWS = 64  # of a consumer group: the rows of one wgmma
+MOST_FEW = 4  # seeds for few queries
 PACKED_ROWS = 1024  # queries; above, tiles of one head are at least 0.94 full
 OTHER_REGISTERS = 32  # three groups with 24 left, D80 and 128 keys: every wgmma waits (Triton 3.6)
 # Up to here four groups win at D64, under a causal mask up to twice as many keys; up to half as
@@ -298,6 +299,11 @@ def why_unsupported(problem: Problem, target: Target) -> str | None:
 
 
 def seeds(problem: Problem, target: Target) -> list[Knobs]:
+    few = [
+        k for k in _few_queries(problem) if all(r.holds(problem, target, k) for r in CONSTRAINTS)
+    ]
+    if few:
+        return few[:MOST_FEW]
     chosen = _seeds(problem)
     if problem.shape.seq_q <= PACKED_ROWS // 4:
         packed = [replace(k, pack_heads=True, half_diagonal=False) for k in chosen]
@@ -307,8 +313,7 @@ def seeds(problem: Problem, target: Target) -> list[Knobs]:
 
 def _fitted(problem: Problem, target: Target, knobs: Knobs) -> Knobs:
     """The same where it is valid, or else with O elsewhere, in fewer slots or in smaller tiles:
-    D192 with values of 128 columns has no room for what is best at D128. Not below two groups,
-    which few queries would fill: what is best for those was not measured."""
+    D192 with values of 128 columns has no room for what is best at D128. Not below two groups."""
     tiles = [(m, n) for m in (256, 192, 128) if m < knobs.block_m for n in (128, 64)]
     less = [slots for slots in (6, 4, 3, 2) if slots <= knobs.slots]
     outputs = (knobs.output, "tma", "stores")
@@ -321,6 +326,30 @@ def _fitted(problem: Problem, target: Target, knobs: Knobs) -> Knobs:
         if all(rule.holds(problem, target, smaller) for rule in CONSTRAINTS):
             return smaller
     return knobs
+
+
+def _few_queries(problem: Problem) -> list[Knobs]:
+    """For queries that one group holds, by preference. One query of each of four heads that share
+    8192 keys, D128, one H200: 123 us packed, with whatever else, at 4.35 TB/s; 199 to 217 not
+    packed; 206 the best of the portable families (benchmarks/spaces/decode.jsonl.gz)."""
+    shape = problem.shape
+    packed = shape.heads_q > shape.heads_kv
+    if shape.seq_q * (shape.heads_q // shape.heads_kv if packed else 1) > ROWS:
+        return []
+    return [
+        Knobs(
+            ROWS,
+            keys,
+            slots,
+            "finish",
+            output=output,
+            rescale="under_scores",
+            pack_heads=packed,
+        )
+        for output in ("stores", "tma")
+        for keys in (64, 128)
+        for slots in (2, 3, 4)
+    ]
 
 
 def _seeds(problem: Problem) -> list[Knobs]:
