@@ -12,21 +12,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shlex
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import UTC, datetime
-from itertools import pairwise
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-import torch
-from publish import ROOT, check, commit, machine, text_of
+from publish import check, made, now, text_of, without_folders
 
-import fagen
 from fagen.errors import FagenError
 from fagen.judge import calls
 from fagen.judge.measure import MeasurePolicy
@@ -36,7 +31,7 @@ from fagen.problem import Problem, make_problem
 from fagen.report.bench import KERNEL, best_peer, call_times, host_times, ratio
 from fagen.serve.compare import Comparison, compare
 from fagen.serve.inputs import options_of
-from fagen.target import Target, detect, toolchain
+from fagen.target import Target, detect
 
 SCHEMA = 1  # of the file; a field that changes its meaning raises it
 TOKENS, HIDDEN = 16384, 2048  # of a cell of G: batch * length and heads * head size
@@ -92,23 +87,11 @@ GRIDS = {"G": grid_g, "G2": grid_g2, "call": grid_call}
 
 def head(options: argparse.Namespace, target: Target) -> Plain:
     """All but the cells."""
-    tools = toolchain()
-    here = machine(target, tools, None, None)
+    command = shlex.join(["python", "benchmarks/forward.py", *options.words])
     clean = None if options.clean is None else options.clean == "yes"
     return {
         "schema": SCHEMA,
-        "date": _now(),
-        "command": shlex.join(["python", "benchmarks/forward.py", *options.words]),
-        "commit": commit(ROOT, options.commit, clean),
-        "device": {**target.to_dict(), "driver": here["driver"]},
-        "versions": {
-            "fagen": fagen.__version__,
-            "torch": str(torch.__version__),
-            "cuda": here["cuda"],
-            "triton": tools.triton,
-            "ptxas": tools.ptxas,
-            "python": platform.python_version(),
-        },
+        **made(target, command, options.commit, clean),
         "l2": POLICY.l2,
         "policy": {"kernel": POLICY.name, "call": calls.POLICY, "rounds": ROUNDS},
         "summary": {},
@@ -124,7 +107,7 @@ def cell(raced: Comparison, seconds: float) -> Plain:
     times = None if best is None or ours is None else ratio(raced.timings[best], ours)
     return {
         "problem": {"text": str(problem), **problem.to_dict(), "flops": problem.flops},
-        "date": _now(),
+        "date": now(),
         "seconds": _short(seconds),
         "origin": kernel.origin,
         "config": kernel.config.to_dict(),
@@ -254,10 +237,6 @@ def _short(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
-
-
 def _options(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Race fagen's kernels over a grid.")
     parser.add_argument("--grid", action="append", choices=GRIDS, required=True)
@@ -278,16 +257,8 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
         options.peers = backends_named(named)
     except FagenError as error:
         parser.error(str(error))
-    options.words = [_without_folder(word, before) for before, word in pairwise(["", *words])]
+    options.words = without_folders(words, FILES)
     return options
-
-
-def _without_folder(word: str, before: str) -> str:
-    """Where files lie is nobody's business."""
-    option, equals, value = word.rpartition("=")
-    if before in FILES:
-        return Path(word).name
-    return option + equals + Path(value).name if option in FILES else word
 
 
 if __name__ == "__main__":

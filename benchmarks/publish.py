@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
 import re
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from datetime import UTC
+from datetime import UTC, datetime
+from itertools import pairwise
 from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
 
+import fagen
 from fagen import target as targets
 from fagen.config import Config
 from fagen.errors import FagenError
@@ -291,6 +294,42 @@ def commit(root: Path, given: str | None, clean: bool | None) -> Plain:
         "clean": None if changed is None else changed == "",
         "how": "asked of git when published; the run records none",
     }
+
+
+def made(target: Target, command: str, given: str | None, clean: bool | None) -> Plain:
+    """When, by what and on what a result file is made that is measured in this process."""
+    tools, build = targets.toolchain(), targets.torch_build()
+    here = machine(target, tools, None, None)
+    return {
+        "date": now(),
+        "command": command,
+        "commit": commit(ROOT, given, clean),
+        "device": {**target.to_dict(), "driver": here["driver"]},
+        "versions": {
+            "fagen": fagen.__version__,
+            "torch": build and build[0],
+            "cuda": here["cuda"],
+            "triton": tools.triton,
+            "ptxas": tools.ptxas,
+            "python": platform.python_version(),
+        },
+    }
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def without_folders(words: Sequence[str], options: Sequence[str]) -> list[str]:
+    """A command line whose files are named alone: where they lie is nobody's business."""
+
+    def shown(word: str, before: str) -> str:
+        option, equals, value = word.rpartition("=")
+        if before in options:
+            return Path(word).name
+        return option + equals + Path(value).name if option in options else word
+
+    return [shown(word, before) for before, word in pairwise(["", *words])]
 
 
 def machine(target: Target, toolchain: Toolchain, driver: str | None, cuda: str | None) -> Plain:

@@ -1,5 +1,5 @@
 """Writes docs/configuration.md and docs/commands.md from the code that they describe, and
-docs/measured.md, docs/replays.md and a table of README.md from benchmarks/results.
+docs/measured.md, docs/replays.md, docs/tuners.md and a table of README.md from benchmarks/results.
 
 python docs/generate.py           write them
 python docs/generate.py --check   say which one differs, and exit with 1
@@ -206,12 +206,73 @@ def _score(score: dict[str, float]) -> str:
     return f"{score['median']:.4f}, {score['p10']:.4f}, {score['seconds']:.0f} s"
 
 
+def tuners() -> str:
+    """Tuners side by side, on one shape each."""
+    parts = [
+        "# Tuners side by side",
+        NOTE,
+        "`benchmarks/tuners.py` starts each tuner in a process of its own with empty caches, then "
+        "holds what it chose against the fp64 truth and races the kernels that are right in one "
+        "process ([results](../benchmarks/README.md)). `seconds` go from the start of the process "
+        "until the first call with the chosen config returned, and for `fagen tune`, which checks "
+        "every kernel and races its finalists, until its process ended; `of that tuning` leaves "
+        "out imports. Each tunes a kernel of its own but the two of `triton.autotune`, which have "
+        "fagen's portable family; so the times compare what a user gets, not searches alone. "
+        "fagen starts from seeds that earlier races on an H200 found good for such shapes. "
+        "Helion's kernel writes no LSE.",
+    ]
+    for path in sorted(RESULTS.glob("h200_tuners*.json")):
+        found = json.loads(path.read_text("utf-8"))
+        device, versions = found["device"], found["versions"]
+        rows = [_tuner_row(row) for row in found["tuners"] + found["peers"]]
+        parts += [
+            f"## {path.name}",
+            f"{found['problem']['text'].removeprefix('forward ')} on {device['name']}, "
+            f"{found['cores']} cores, torch {versions['torch']}, Triton {versions['triton']}, "
+            f"Helion {versions['helion'] or 'not installed'}, {found['date'][:10]}, commit "
+            f"{found['commit']['id']}; a deadline of {found['deadline_s']:g} s for each tuner.",
+            _table(
+                [
+                    *("tuner", "seconds", "of that tuning", "tried", "failed", "us", "TFLOP/s"),
+                    *("time over fagen's", "config, or the reason why there is no time"),
+                ],
+                rows,
+            ),
+        ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _tuner_row(row: dict[str, Any]) -> list[str]:
+    """A peer of torch has times alone."""
+    counts = [str(row.get(word, "-")) for word in ("tried", "failed")]
+    spent = [f"{row[word]:.1f}" if word in row else "-" for word in ("seconds", "tuning_s")]
+    timed, beside = row.get("median_us"), row.get("times_fagen")
+    return [
+        row.get("tuner", row["name"]),
+        *spent,
+        *counts,
+        "-" if timed is None else f"{timed:.1f}",
+        "-" if timed is None else f"{row['tflops']:.0f}",
+        "-" if beside is None else f"{beside[0]:.3f} ({beside[1]:.3f} to {beside[2]:.3f})",
+        row.get("reason") or _chosen(row.get("config")),
+    ]
+
+
+def _chosen(config: dict[str, Any] | None) -> str:
+    if config is None:
+        return "-"
+    family, knobs = config.get("family"), config.get("knobs", config)
+    shown = ", ".join(f"{name}={value}" for name, value in knobs.items())
+    return f"{family}: {shown}" if family else shown
+
+
 def pages() -> dict[Path, str]:
     return {
         DOCS / "configuration.md": configuration(),
         DOCS / "commands.md": commands(),
         DOCS / "measured.md": measured(),
         DOCS / "replays.md": replays(),
+        DOCS / "tuners.md": tuners(),
         README: readme(),
     }
 
