@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import sys
 import time
@@ -20,7 +19,8 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from publish import check, made, now, text_of, without_folders
+from publish import check, made, now, without_folders
+from steps import write
 
 from fagen.errors import FagenError
 from fagen.judge import calls
@@ -185,7 +185,7 @@ def measure(problems: Sequence[Problem], document: Plain, options: argparse.Name
             document["cells"].append(row)
             print(f"[{number}/{len(problems)}] {_line(row)}", flush=True)
         document["summary"] = summary(document["cells"])
-        _write(options.out, document)
+        write(options.out, document)
 
 
 def main(words: Sequence[str]) -> int:
@@ -216,13 +216,6 @@ def _line(row: Plain) -> str:
     told = "no peer or no kernel" if times is None else f"{times[0]:.3f}x by {row['best_peer']}"
     us = row["kernel_us"].get(KERNEL)
     return f"{row['problem']['text']}: {us} us, {told}, {row['seconds']} s"
-
-
-def _write(path: Path, document: Plain) -> None:
-    """At once or not at all: whoever is cut short keeps the cells before."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(text_of(document) + "\n", encoding="utf-8")
-    os.replace(part, path)
 
 
 def _medians(timings: Mapping[str, Timing]) -> Plain:

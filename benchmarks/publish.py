@@ -97,7 +97,7 @@ def document(
 
 
 def race_rows(run: Run, records: Iterable[Record], finals: Sequence[Final]) -> list[Plain]:
-    """Programs and peers, fastest first. Sample i of every row was taken in round i."""
+    """Programs and peers, fastest first. Sample i of rows that stayed was taken in round i."""
     by_source = {record.program_key: record for record in records}
     space = SearchSpace.of(run.problem, run.target)
     default = (space.seeds or space.configs)[0]

@@ -17,24 +17,20 @@ The file is written after every step.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import re
 import shlex
-import signal
-import subprocess
 import sys
-import tempfile
-import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from publish import ROOT, made, text_of, without_folders
+from publish import made, without_folders
+from steps import Ended, run_step, workplace, write
 
 from fagen.config import Config
 from fagen.errors import FagenError
@@ -63,7 +59,6 @@ CAP = {"max_registers": "maxnreg"}
 # Helion takes a budget of its own: it must end by itself before the deadline kills it, and what
 # compiles when the budget is over is still waited for.
 HELION_SHARE = 0.75
-GRACE_S = 5.0  # from SIGTERM to SIGKILL
 # Every tuner's files are read from the disk once before, and the device is started: the first
 # would pay for all.
 WARM = """
@@ -76,16 +71,6 @@ print("{}")
 """
 
 Plain = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A step that is over: what it left behind, or the reason why that is nothing."""
-
-    seconds: float
-    answer: Plain | None
-    reason: str = ""
-    started_at: float = 0.0  # time.time()
 
 
 @dataclass(frozen=True)
@@ -189,72 +174,6 @@ def _differs_only_in(free: Mapping[str, str], config: Config, default: Config) -
 
 
 # --- steps ---
-
-
-def run_step(words: Sequence[str], folder: Path, deadline_s: float) -> Ended:
-    """A process with its caches in the folder, killed with its children at the deadline.
-
-    Its stdout is its answer, in JSON.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    out, err = folder / "stdout", folder / "stderr"
-    started, started_at = time.monotonic(), time.time()
-    with out.open("wb") as answer, err.open("wb") as log:
-        child = subprocess.Popen(
-            words, stdout=answer, stderr=log, env=_environment(folder), start_new_session=True
-        )
-        try:
-            code: int | None = child.wait(deadline_s)
-        except subprocess.TimeoutExpired:
-            code = None
-            _end(child, signal.SIGTERM)  # a tuner may have children in groups of their own to end
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(GRACE_S)
-        finally:
-            _end(child, signal.SIGKILL)
-            child.wait()
-    seconds = time.monotonic() - started
-    if code is None:
-        reason = f"It took more than {deadline_s:g} s."
-        return Ended(seconds, None, reason, started_at)
-    try:
-        found = json.loads(out.read_text("utf-8"))
-    except ValueError:
-        return Ended(seconds, None, _last_words(err, code), started_at)
-    if code != 0:
-        return Ended(seconds, None, _last_words(err, code), started_at)
-    return Ended(seconds, found, "", started_at)
-
-
-def _end(child: subprocess.Popen[bytes], how: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, how)
-
-
-def _environment(folder: Path) -> dict[str, str]:
-    """Every cache that a tuner or its compiler keeps, in a folder of its own."""
-    caches = {
-        "FAGEN_CACHE": "fagen",
-        "TRITON_CACHE_DIR": "triton",
-        "TORCHINDUCTOR_CACHE_DIR": "inductor",
-        "HELION_CACHE_DIR": "helion",
-        "CUDA_CACHE_PATH": "cuda",
-    }
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    return {
-        **os.environ,
-        **{name: str(folder / "cache" / word) for name, word in caches.items()},
-        "FAGEN_DB": str(folder / "fagen.db"),
-        "PYTHONPATH": path,
-    }
-
-
-def _last_words(err: Path, code: int) -> str:
-    """The last line of what it said, without the folders of this machine."""
-    lines = err.read_text("utf-8", errors="replace").strip().splitlines()
-    said = re.sub(r"(/[\w.+-]+)+/", "", lines[-1].strip()) if lines else "it said nothing"
-    ended = f"signal {-code}" if code < 0 else f"exit code {code}"
-    return f"{ended}: {said[:300]}"
 
 
 def job_file(bench: Bench, folder: Path, **more: Any) -> Path:
@@ -370,18 +289,18 @@ def measure(bench: Bench, names: Sequence[str], document: Plain, out: Path) -> N
         if "config" in row:
             bench.chosen[name] = row["config"]
         print(_told(row), flush=True)
-        _write(out, document)
+        write(out, document)
     for row in rows:
         if "config" in row:
             row |= checked(bench, row["name"])
             print(f"{row['name']}: {row.get('reason', 'right')}", flush=True)
-            _write(out, document)
+            write(out, document)
     ended = raced(bench, [row["name"] for row in rows if row.get("passed")])
     if ended.answer is None:
         document["race"] = {"reason": ended.reason}
     else:
         add_race(document, ended.answer)
-    _write(out, document)
+    write(out, document)
 
 
 def add_race(document: Plain, race: Plain) -> None:
@@ -440,24 +359,13 @@ def main(words: Sequence[str]) -> int:
     except FagenError as error:
         print(error, file=sys.stderr)
         return 1
-    with _workplace(options.work) as work:
+    with workplace(options.work) as work:
         bench = Bench(problem, target, work, options.deadline, options.peers)
         document = head(bench, options)
         measure(bench, options.tuners.split(","), document, options.out)
     for row in [*document["tuners"], *document["peers"]]:
         print(_told(row))
     return 1 if any("reason" in row for row in [*document["tuners"], document["race"]]) else 0
-
-
-@contextlib.contextmanager
-def _workplace(given: Path | None) -> Iterator[Path]:
-    """An empty folder: what a cache holds would make a start warm."""
-    if given is None:
-        with tempfile.TemporaryDirectory(prefix="tuners-") as made_here:
-            yield Path(made_here)
-        return
-    given.mkdir(parents=True)
-    yield given.resolve()
 
 
 def _told(row: Plain) -> str:
@@ -476,12 +384,6 @@ def _installed(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _write(path: Path, document: Plain) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_text(text_of(document) + "\n", encoding="utf-8")
-    os.replace(part, path)
 
 
 def _short(value: float) -> float:

@@ -1,5 +1,6 @@
 """Writes docs/configuration.md and docs/commands.md from the code that they describe, and
-docs/measured.md, docs/replays.md, docs/tuners.md and a table of README.md from benchmarks/results.
+docs/measured.md, docs/replays.md, docs/searches.md, docs/tuners.md and a table of README.md from
+benchmarks/results.
 
 python docs/generate.py           write them
 python docs/generate.py --check   say which one differs, and exit with 1
@@ -21,6 +22,7 @@ import click
 from fagen import errors, settings
 from fagen.cli.main import cli
 from fagen.generate.families import FAMILIES
+from fagen.problem import problem_from_dict
 
 DOCS = Path(__file__).resolve().parent
 README = DOCS.parent / "README.md"
@@ -206,6 +208,47 @@ def _score(score: dict[str, float]) -> str:
     return f"{score['median']:.4f}, {score['p10']:.4f}, {score['seconds']:.0f} s"
 
 
+def searches() -> str:
+    """What runs of the tuner find on a GPU."""
+    parts = [
+        "# Runs of the tuner",
+        NOTE,
+        "`benchmarks/searches.py` tunes a shape from an empty database and empty caches (`cold`), "
+        "then its neighbour with 12 trials into the same database (`warm`); one shape it tunes "
+        "again and again from nothing, each time with another seed (`repeated`). `seconds` is the "
+        "whole process, imports and the race at its end included. `share` is the time of the "
+        "fastest kernel known over that of the kernel chosen, both raced in turns in a process "
+        "that tuned nothing: known are the best of the shape's measured space ([replays]"
+        "(replays.md)), the one that ships with fagen, what the runs chose, and the default.",
+    ]
+    for path in sorted(RESULTS.glob("h200_searches*.json")):
+        found = json.loads(path.read_text("utf-8"))
+        versions = found["versions"]
+        head = ["shape", "start", "tried", "seconds", "share", "share of the default"]
+        parts += [
+            f"## {path.name}",
+            f"{found['device']['name']}, torch {versions['torch']}, Triton {versions['triton']}, "
+            f"{found['date'][:10]}, commit {found['commit']['id']}.",
+            _table(head, [row for shape in found["shapes"] for row in _search_rows(shape)]),
+        ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _search_rows(shape: dict[str, Any]) -> Iterator[list[str]]:
+    problem = str(problem_from_dict(shape["problem"])).removeprefix("forward ")
+    default = shape.get("default_share")
+    for run in shape["runs"]:
+        share = run.get("share")
+        yield [
+            problem,
+            shape["start"],
+            str(run.get("tried", "-")),
+            f"{run['process_s']:.1f}",
+            f"{share:.4f}" if share is not None else run.get("reason") or shape.get("reason", "-"),
+            "-" if default is None else f"{default:.4f}",
+        ]
+
+
 def tuners() -> str:
     """Tuners side by side, on one shape each."""
     parts = [
@@ -272,6 +315,7 @@ def pages() -> dict[Path, str]:
         DOCS / "commands.md": commands(),
         DOCS / "measured.md": measured(),
         DOCS / "replays.md": replays(),
+        DOCS / "searches.md": searches(),
         DOCS / "tuners.md": tuners(),
         README: readme(),
     }

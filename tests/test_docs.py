@@ -38,6 +38,7 @@ def test_a_page_that_differs_is_named(
     (tmp_path / "commands.md").write_text(generator.commands() + "\n", encoding="utf-8")
     (tmp_path / "measured.md").write_text(generator.measured(), encoding="utf-8")
     (tmp_path / "replays.md").write_text(generator.replays(), encoding="utf-8")
+    (tmp_path / "searches.md").write_text(generator.searches(), encoding="utf-8")
     (tmp_path / "tuners.md").write_text(generator.tuners(), encoding="utf-8")
     assert generator.differing() == ["commands.md"]
 
