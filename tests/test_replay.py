@@ -8,6 +8,7 @@ import random
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import ClassVar
 
 import pytest
 
@@ -116,6 +117,23 @@ def test_what_was_clearly_slower_is_timed_and_never_the_best() -> None:
     course = Course(Dataset(PROBLEM, H200, TOOLS, POLICY, GATE, (row(a, 10.0), slower)))
     assert course.optimum_us == 10.0 and course.told(0)[b] == 5.0
     assert replay(course, RandomOrder(course, 0, 2), 2, 0).found[-1] == 1.0
+
+
+def test_who_has_tried_slower_ones_alone_picks_the_best_of_them() -> None:
+    a, b, c = full_space().configs[:3]
+    slower = [replace(row(x, us), status=Status.SLOWER) for x, us in ((b, 12.5), (c, 20.0))]
+    course = Course(Dataset(PROBLEM, H200, TOOLS, POLICY, GATE, (row(a, 10.0), *slower)))
+
+    class Order:
+        left: ClassVar = [a, b, c]
+
+        def ask(self) -> Config | None:
+            return self.left.pop() if self.left else None
+
+        def tell(self, config: Config, value_us: float | None) -> None:
+            pass
+
+    assert replay(course, Order(), 3, 0).found == (0.5, 0.8, 1.0)
 
 
 def test_what_failed_in_the_end_has_no_time(tmp_path: Path) -> None:
