@@ -28,14 +28,15 @@ from fagen.config import Config
 from fagen.errors import FagenError
 from fagen.generate.families import config_from_dict
 from fagen.generate.render import render
+from fagen.judge.ratios import slowdown
 from fagen.outcome import Status
 from fagen.problem import Problem, make_problem, problem_from_dict
 from fagen.records import shipped
+from fagen.run.cuda import current_device
 from fagen.serve.database import dataset
 from fagen.serve.inputs import options_of
 from fagen.target import detect, toolchain
 from fagen.tune.jobs import Confirm, Prepare, Race
-from fagen.tune.result import slowdown
 
 SCHEMA = 1  # of the file; a field that changes its meaning raises it
 WARM_TRIALS = 12
@@ -176,8 +177,6 @@ def _raced(race: Plain, config: Plain | None) -> Plain | None:
 
 def race(job: Plain) -> Plain:
     """Each source once. share: the time of the fastest over this one's, of same rounds."""
-    import torch
-
     from fagen.judge.measure import MeasurePolicy
     from fagen.tune.worker import Bench
 
@@ -187,18 +186,20 @@ def race(job: Plain) -> Plain:
         program = render(problem, config_from_dict(plain), toolchain().triton_minor)
         programs.setdefault(program.key, (program, []))[1].append(plain)
     bench, policy = Bench(), MeasurePolicy()
-    bench.prepare(Prepare(problem, here, policy, f"cuda:{torch.cuda.current_device()}"))
+    bench.prepare(Prepare(problem, here, policy, f"cuda:{current_device()()}"))
     for key, (program, _) in programs.items():
         tried = bench.confirm(Confirm(program, "full"))
         if tried.status is not Status.OK:
             rejected[key] = f"{tried.status.value}: {tried.reason}"
     entrants = tuple(program for key, (program, _) in programs.items() if key not in rejected)
     reply = bench.race(Race(entrants, ROUNDS, leaving=True))
-    fastest = min(reply.programs.values(), key=lambda timing: timing.median_us)
+    stayed = max(len(timing.samples_us) for timing in reply.programs.values())
+    whole = [t for t in reply.programs.values() if len(t.samples_us) == stayed]
+    fastest = min(whole, key=lambda timing: timing.median_us)
     rows: list[Plain] = [
         {
             "configs": _distinct(programs[key][1]),
-            "share": _short(1 / slowdown(timing, fastest)),
+            "share": _short(1 / slowdown(timing.samples_us, fastest.samples_us)),
             **times(timing, problem),
             **samples(timing),
         }

@@ -25,6 +25,7 @@ from fagen.generate.program import Program, source_key
 from fagen.outcome import GATE, Built, Check, KernelFacts, Status, Timing, Verdict
 from fagen.report.plain import Row, cell, check_line, shortened
 from fagen.report.stored import facts_lines
+from fagen.run.cuda import current_device
 from fagen.target import Target, Toolchain
 from fagen.tune.jobs import Confirm, Prepare, Race, Tried
 from fagen.tune.proxies import InterpretWorker, interpretable
@@ -247,9 +248,7 @@ def _on_gpu(
 
 
 def _device() -> str:
-    import torch
-
-    return f"cuda:{torch.cuda.current_device()}"
+    return f"cuda:{current_device()()}"
 
 
 def _time_rows(timings: dict[str, Timing], then_us: float | None) -> list[Row]:

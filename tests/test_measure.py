@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -12,7 +13,9 @@ import pytest
 
 from fagen.errors import MeasureError
 from fagen.judge.measure import (
+    CLEAR,
     CLEAR_ROUNDS,
+    Drift,
     MeasurePolicy,
     WallClock,
     impossible,
@@ -20,6 +23,7 @@ from fagen.judge.measure import (
     race,
     turns,
 )
+from fagen.judge.ratios import rounds_to_tell
 from fagen.problem import make_problem
 from fagen.target import PRESETS
 
@@ -182,6 +186,46 @@ def test_who_is_clearly_slower_leaves_a_race_when_told_to() -> None:
 
     assert raced(leaving=False) == dict.fromkeys(("best", "near", "far", "once"), 7)
     assert raced(leaving=True) == {"best": 7, "near": 7, "far": CLEAR_ROUNDS, "once": 7}
+
+
+def test_who_is_a_little_slower_in_every_round_leaves_when_that_can_be_no_chance() -> None:
+    clock = FakeClock()
+    times = {"best": 100.0, "tied": 100.4, "slower": 100.5, "noisy": 101.0}
+    entries = {name: clock.launch(name, us) for name, us in times.items()}
+    # Two replays size the batch, one warms up; an untimed one is before each sample.
+    once = [101.0, 101.0] * 3 + [101.0, 99.0] + [101.0, 101.0] * 8
+    entries["noisy"] = clock.launch("noisy", *[101.0] * 3, *once)
+    found = race(entries, FAST, 12, clock=clock, leaving=True)
+    rounds = {name: len(timing.samples_us) for name, timing in found.items()}
+    assert rounds == {"best": 12, "tied": 12, "slower": rounds_to_tell(CLEAR), "noisy": 12}
+
+
+def test_a_race_of_noisy_equals_keeps_nearly_all_of_them() -> None:
+    left = 0
+    for seed in range(100):
+        dice, clock = random.Random(seed), FakeClock()
+        entries = {name: clock.launch(name, *_noisy(dice, 100.0)) for name in "abcd"}
+        found = race(entries, FAST, 21, clock=clock, leaving=True)
+        left += sum(len(timing.samples_us) < 21 for timing in found.values())
+    assert left <= 8  # of 400
+
+
+def _noisy(dice: random.Random, us: float) -> list[float]:
+    return [us * dice.gauss(1, 0.05) for _ in range(60)]
+
+
+def test_drift_is_what_one_kernel_grows_by_and_an_outlier_says_nothing() -> None:
+    clock = FakeClock()
+    taken = [100.0] * 5 + [110.0] * 3 + [1100.0] + [110.0] * 5
+    paired = [us for sample in taken for us in (99.0, sample)]
+    launch = clock.launch("first", 100.0, 100.0, 100.0, *paired)
+    drift = Drift(launch, FAST, "cpu", clock=clock, every_s=0.0)
+    seen = [drift.now() for _ in range(9)]
+    assert seen[0] == 1.05 and seen[1:] == [pytest.approx(1.1)] * 8
+    before = len(clock.replays)
+    often = Drift(clock.launch("x", 50.0), FAST, "cpu", clock=clock, every_s=60.0)
+    assert often.now() == often.now() == 1.0
+    assert clock.replays[before:] == ["x"] * 13  # 2, 1 and 5 x 2: none by now()
 
 
 def test_a_contestant_that_raises_is_named_and_the_race_goes_on() -> None:

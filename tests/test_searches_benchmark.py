@@ -92,7 +92,7 @@ def test_a_race_gives_each_source_its_share_of_the_fastest_and_names_who_is_wron
     searches: ModuleType, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("fagen.tune.worker.Bench", FakeBench)
-    monkeypatch.setattr("torch.cuda.current_device", lambda: 3)
+    monkeypatch.setattr(searches, "current_device", lambda: lambda: 3)
     monkeypatch.setattr(searches, "detect", lambda: H200)
     plains = [config.to_dict() for config in (GOOD, BEST, SLOW, WRONG, GOOD)]
     found = searches.race({"problem": PROBLEM.to_dict(), "configs": plains})

@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from fagen.errors import MeasureError
+from fagen.judge.ratios import least_slowdown, rounds_to_tell
 from fagen.outcome import Timing
 from fagen.problem import ITEM_BYTES, Problem
 from fagen.target import Target
@@ -37,7 +39,14 @@ MOST_LAUNCHES = 512  # in one graph: capturing costs about 20 us each
 # the number of samples: one may be an outlier, and two medians of one config are within 0.8 % in
 # nine of ten cases (two passes of 456 configs on an H200, benchmarks/spaces).
 LOST = (3.0, 1.1)
-CLEAR_ROUNDS = 3  # of a race, after which it may be clear that a contestant is lost
+# Finalists closer than this are the same, and a fixed rule among them gives the same winner in
+# every run. Two kernels' ratio in one race and in another on an H200: 0.0 to 0.3 % apart
+# (benchmarks/results/h200_flash_ws_race3.json: D128, rescale under_scores against after_softmax).
+NOISE = 0.004
+DRIFT_SAMPLES = 5  # of the kernel that tells drift, whose median counts
+DRIFT_EVERY_S = 1.0  # a sample takes 33 ms, a candidate 150 to 400
+CLEAR_ROUNDS = 3  # of a race, after which a contestant may be lost
+CLEAR = 0.01  # how often a contestant may leave a race for one that is no faster
 MOST_SETS = 64
 
 
@@ -110,6 +119,38 @@ def measure(
     return _timing(samples, clocks, policy)
 
 
+class Drift:
+    """One kernel that is timed again and again while others are: what its time grows by is the
+    device's, by heat or power. Between two passes over a whole space on an H200, minutes apart,
+    nine of ten configs moved by less than 0.9 % (benchmarks/spaces); other cards do worse.
+    """
+
+    def __init__(
+        self,
+        launch: LaunchSet,
+        policy: MeasurePolicy,
+        device: torch.device | str,
+        *,
+        sets: int = 1,
+        clock: Clock | None = None,
+        every_s: float = DRIFT_EVERY_S,
+    ) -> None:
+        self._policy = policy
+        self._every_s = every_s
+        self._replay, us = _sized_batch(launch, policy, sets, clock or clock_of(device, policy))
+        _warm(self._replay, us, policy)
+        self._first_us = median(_rested(self._replay, policy) for _ in range(DRIFT_SAMPLES))
+        self._seen: deque[float] = deque([1.0], maxlen=DRIFT_SAMPLES)
+        self._at = time.perf_counter()
+
+    def now(self) -> float:
+        """How much slower the device is than at first: the median of the last few samples."""
+        if time.perf_counter() - self._at >= self._every_s:
+            self._seen.append(_rested(self._replay, self._policy) / self._first_us)
+            self._at = time.perf_counter()
+        return median(self._seen)
+
+
 def _is_lost(samples: list[float], best_us: float) -> bool:
     bound = LOST[min(len(samples), len(LOST)) - 1]
     return min(samples) > bound * best_us
@@ -133,7 +174,7 @@ def race(
     faster every time (384 us for a kernel that then took 438:
     benchmarks/results/h200_rotated_order_race.json). One that raises is named in `failed` with its
     reason and left out; without `failed` it raises. With `leaving`, one that is clearly slower
-    than the fastest (LOST) after CLEAR_ROUNDS is not timed any more: its samples are fewer.
+    than the fastest is not timed any more: its samples are fewer.
     """
     clock = clock or clock_of(device, policy)
     ready: dict[str, Replay] = {}
@@ -157,9 +198,16 @@ def race(
 
 
 def _has_left(samples: dict[str, list[float]], name: str) -> bool:
-    if any(len(found) < CLEAR_ROUNDS for found in samples.values()):
+    """Whether one is clearly behind the fastest of those that are still in the race: LOST in each
+    round, or slower beyond NOISE by the interval of the ratio."""
+    mine, rounds = samples[name], max(map(len, samples.values()))
+    if min(map(len, samples.values())) < CLEAR_ROUNDS:
         return False
-    return min(samples[name]) > LOST[-1] * min(median(found) for found in samples.values())
+    fastest = min((s for s in samples.values() if len(s) >= rounds - 1), key=median)
+    if min(mine) > LOST[-1] * median(fastest):
+        return True
+    least = least_slowdown(mine, fastest, CLEAR)
+    return len(mine) >= rounds_to_tell(CLEAR) and least > 1 + NOISE
 
 
 def turns(names: Iterable[str], rounds: int) -> Iterator[str]:

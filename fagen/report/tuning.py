@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from fagen.judge.ratios import slowdown
 from fagen.report.plain import (
     Row,
     missing_rows,
@@ -51,12 +52,15 @@ def tune_row(result: TuneResult, rejected: Mapping[tuple[Status, str], int]) -> 
 
 
 def final_rows(result: TuneResult) -> list[Row]:
-    """The race, fastest first; without one, the winner alone. speedup: against the winner."""
+    """The race, fastest first; without one, the winner alone. times_winner: the time over the
+    winner's, of the rounds that both were in."""
+    chosen = next((final.timing for final in result.finals if final.chosen), None)
     rows = [
         _final_row(
             str(final.outcome.config) if final.outcome is not None else final.name,
             _kind(final, result),
             (final.timing.median_us, final.timing.p20_us, final.timing.p80_us),
+            slowdown(final.timing.samples_us, chosen.samples_us) if chosen else None,
             result,
         )
         for final in result.finals
@@ -64,7 +68,7 @@ def final_rows(result: TuneResult) -> list[Row]:
     if not rows and result.winner is not None:
         time_us = result.winner_us if result.timed else None
         name, kind = str(result.winner.config), "winner" if result.timed else "predicted"
-        rows = [_final_row(name, kind, (time_us, None, None), result)]
+        rows = [_final_row(name, kind, (time_us, None, None), 1.0 if time_us else None, result)]
     return sorted(rows, key=lambda row: row["median_us"] or float("inf"))
 
 
@@ -144,10 +148,14 @@ def _kind(final: Final, result: TuneResult) -> str:
 
 
 def _final_row(
-    name: str, kind: str, times_us: tuple[float | None, ...], result: TuneResult
+    name: str,
+    kind: str,
+    times_us: tuple[float | None, ...],
+    times_winner: float | None,
+    result: TuneResult,
 ) -> Row:
     median_us, p20_us, p80_us = times_us
-    base, winner = result.winner_us, result.winner
+    winner = result.winner
     predicted_us = winner.predicted_us if winner is not None and kind == "predicted" else None
     return {
         "name": name,
@@ -157,7 +165,7 @@ def _final_row(
         "p20_us": p20_us,
         "p80_us": p80_us,
         "tflops": tflops(result.problem, median_us),
-        "times_winner": median_us / base if median_us and base else None,
+        "times_winner": times_winner,
     }
 
 

@@ -5,21 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Literal
 
 from fagen.config import Config
-from fagen.judge.measure import LOST
+from fagen.judge.measure import LOST, NOISE
+from fagen.judge.ratios import least_slowdown, slowdown
 from fagen.outcome import Outcome, Status, Timing
 from fagen.problem import Problem
 from fagen.target import Target
 
 State = Literal["finished", "exhausted", "time_up", "interrupted"]
-
-# Finalists closer than this are the same, and a fixed rule among them gives the same winner in
-# every run. Two kernels' ratio in one race and in another on an H200: 0.0 to 0.3 % apart
-# (benchmarks/results/h200_flash_ws_race3.json: D128, rescale under_scores against after_softmax).
-NOISE = 0.004
 
 
 @dataclass(frozen=True)
@@ -108,21 +103,21 @@ def is_time(value_us: float | None) -> bool:
 def value_of(outcome: Outcome, *, timed: bool) -> float | None:
     """What the search minimises; None for a failure."""
     if timed:
-        return outcome.median_us if outcome.status in (Status.OK, Status.SLOWER) else None
+        return outcome.rank_us if outcome.status in (Status.OK, Status.SLOWER) else None
     return outcome.predicted_us if outcome.status in (Status.PREDICTED, Status.OK) else None
 
 
 def doubted(outcomes: Sequence[Outcome]) -> list[Outcome]:
     """Those called slower that are not, beside the best that is right: what made them look slow
     was refused later."""
-    right = [o.median_us for o in outcomes if o.status == Status.OK and o.median_us is not None]
+    right = [o.rank_us for o in outcomes if o.status == Status.OK and o.rank_us is not None]
     best = min(right, default=math.inf)
     return [
         o
         for o in outcomes
         if o.status == Status.SLOWER
         and o.timing is not None
-        and min(o.timing.samples_us) <= LOST[-1] * best
+        and min(o.timing.samples_us) / o.timing.drift <= LOST[-1] * best
     ]
 
 
@@ -132,7 +127,7 @@ def finalists(
     """The best `keep` by single-pass time, one of each source, and the default and the earlier
     winner where they are right."""
     right = [o for o in outcomes if o.status == Status.OK and o.median_us is not None]
-    right.sort(key=lambda o: (o.median_us or 0.0, o.config.key))
+    right.sort(key=lambda o: (o.rank_us or 0.0, o.config.key))
     distinct: dict[str, Outcome] = {}
     for outcome in right:
         distinct.setdefault(outcome.program_key, outcome)
@@ -143,28 +138,35 @@ def finalists(
 
 
 def choose(finals: Sequence[Final], incumbent: Config | None, default: Config) -> Final | None:
-    """The fastest; among those within NOISE of it, by a fixed rule: the incumbent, the default,
-    the one that takes least of a multiprocessor, the one predicted fastest, the config key."""
+    """The incumbent, else the default, unless another is faster beyond NOISE and beyond what the
+    race can tell; then the fastest, and of those within NOISE of it the one that takes least of a
+    multiprocessor, the one predicted fastest, the first by config key. Who left the race before
+    its end was clearly slower than another."""
     programs = [f for f in finals if f.outcome is not None]
     if not programs:
         return None
-    fastest = min(programs, key=lambda f: f.timing.median_us)
-    tied = [f for f in programs if slowdown(f.timing, fastest.timing) <= 1 + NOISE]
-    return min(tied, key=lambda f: _preference(f.outcome, (incumbent, default)))
+    rounds = max(len(f.timing.samples_us) for f in programs)
+    stayed = [f for f in programs if len(f.timing.samples_us) == rounds]
+    fastest = min(stayed, key=lambda f: f.timing.median_us)
+    by_config = {f.outcome.config: f for f in stayed if f.outcome is not None}
+    for first in (by_config.get(config) for config in (incumbent, default) if config is not None):
+        if first is not None and not _is_slower(first.timing, fastest.timing):
+            return first
+    tied = [f for f in stayed if _slowdown(f.timing, fastest.timing) <= 1 + NOISE]
+    return min(tied, key=lambda f: _preference(f.outcome))
 
 
-def slowdown(a: Timing, b: Timing) -> float:
-    """The median ratio of samples of the same round: drift hits both and cancels."""
-    if len(a.samples_us) != len(b.samples_us):
-        return a.median_us / b.median_us
-    return median(x / y for x, y in zip(a.samples_us, b.samples_us, strict=True))
+def _slowdown(a: Timing, b: Timing) -> float:
+    return slowdown(a.samples_us, b.samples_us)
 
 
-def _preference(
-    outcome: Outcome | None, first: Sequence[Config | None]
-) -> tuple[list[bool], int, float, str]:
+def _is_slower(a: Timing, b: Timing) -> bool:
+    return _slowdown(a, b) > 1 + NOISE and least_slowdown(a.samples_us, b.samples_us) > 1
+
+
+def _preference(outcome: Outcome | None) -> tuple[int, float, str]:
     assert outcome is not None
     config, built = outcome.config, outcome.built
     warps = int(getattr(config.knobs, "num_warps", 4))
     bytes_used = built.shared_bytes + 4 * 32 * warps * built.registers if built else 0
-    return [config != c for c in first], bytes_used, outcome.predicted_us or 0.0, config.key
+    return bytes_used, outcome.predicted_us or 0.0, config.key

@@ -36,6 +36,7 @@ from fagen.tune.jobs import (
 if TYPE_CHECKING:
     import torch
 
+    from fagen.judge.measure import Drift
     from fagen.judge.peers import Peer
     from fagen.judge.verify import Gate, Level
     from fagen.problem import Problem
@@ -219,7 +220,8 @@ class Bench:
             for seed in range(job.policy.input_sets(job.problem, job.target.l2_bytes))
         ]
         self._scale = job.problem.shape.head_dim**-0.5
-        self._best_us: float | None = None
+        self._best_us: float | None = None  # without drift
+        self._drift: Drift | None = None  # of the first right kernel, since this process began
         self._passed: dict[str, Verdict] = {}  # by the program's key, at level "full"
         # What is here by now stays. A collection after each candidate took 80 ms of looking
         # through the 180000 objects of torch and Triton, of the 320 ms that a slow one takes.
@@ -260,7 +262,7 @@ class Bench:
         )
 
     def _timed(self, program: Program) -> Tried:
-        from fagen.judge.measure import impossible, measure
+        from fagen.judge.measure import Drift, impossible, measure
 
         job = self._job
         runner = self._load(program)
@@ -268,16 +270,14 @@ class Bench:
         if tried.status != Status.OK:
             return tried
         began = time.perf_counter()
-        timing = measure(
-            self._launches(runner),
-            job.policy,
-            self._device,
-            sets=len(self._sets),
-            give_up_us=self._best_us,
-        )
+        launches, sets = self._launches(runner), len(self._sets)
+        drift = 1.0 if self._drift is None else self._drift.now()
+        best_us = None if self._best_us is None else self._best_us * drift
+        timing = measure(launches, job.policy, self._device, sets=sets, give_up_us=best_us)
+        timing = replace(timing, drift=drift)
         took = time.perf_counter() - began
-        if self._best_us is not None and len(timing.samples_us) < job.policy.samples:
-            ratio = min(timing.samples_us) / self._best_us
+        if best_us is not None and len(timing.samples_us) < job.policy.samples:
+            ratio = min(timing.samples_us) / best_us
             reason = f"{ratio:.2f}x the time of the fastest by then: not checked any further"
             return Tried(Status.SLOWER, reason, timing=timing, time_s=took)
         tried = replace(self._verified(program, runner, "full"), time_s=took)
@@ -286,7 +286,9 @@ class Bench:
         doubt = impossible(job.problem, job.target, timing.median_us, job.policy)
         if doubt is not None:
             return replace(tried, status=Status.CRASHED, reason=f"no usable time: {doubt}")
-        self._best_us = min(timing.median_us, self._best_us or timing.median_us)
+        self._best_us = min(timing.rank_us, self._best_us or timing.rank_us)
+        if self._drift is None:
+            self._drift = Drift(launches, job.policy, self._device, sets=sets)
         return replace(tried, timing=timing)
 
     def _verified(self, program: Program, runner: Runner, level: Level) -> Tried:
