@@ -22,7 +22,7 @@ from fagen.errors import CacheError, DeviceBusy, FagenError, WorkerDied
 from fagen.generate.families import flash
 from fagen.generate.program import Entry, Program
 from fagen.generate.render import render
-from fagen.outcome import Status
+from fagen.outcome import Status, Timing
 from fagen.problem import make_problem
 from fagen.tune.children import TAIL_BYTES, Child, JobFailed, Raised
 from fagen.tune.device import device_lock, lock_path, others_in
@@ -326,30 +326,60 @@ def test_a_new_gpu_child_is_prepared_again() -> None:
     assert kinds == [Prepare, TryProgram, Prepare, TryProgram]
 
 
-def test_a_finalist_that_kills_its_process_is_rejected_and_the_others_race() -> None:
+def raced(rounds: dict[str, int]) -> RaceReply:
+    return RaceReply({key: Timing((1.0,) * n, "fake timer") for key, n in rounds.items()})
+
+
+def racing(*answers: object) -> tuple[GpuWorker, StubChild]:
+    worker, stub = GpuWorker("cuda:0"), StubChild(*answers)
+    worker._child = stub  # type: ignore[assignment]
+    worker.prepare(PROBLEM, TARGET, Policy())
+    return worker, stub
+
+
+def test_who_stays_in_a_race_to_its_end_is_checked_as_a_finalist() -> None:
     one, two, three = programs(3)
-    stub = StubChild(
-        Tried(Status.OK),
+    reply = raced({one.key: 5, two.key: 3, three.key: 5})
+    worker, stub = racing(reply, Tried(Status.OK), Tried(Status.OK))
+    assert worker.race([one, two, three], 5, 10.0) == reply
+    assert stub.jobs[1:] == [
+        Race((one, two, three), 5, leaving=True),
+        Confirm(one, "finalist"),
+        Confirm(three, "finalist"),
+    ]
+
+
+def test_a_finalist_that_kills_its_process_is_rejected_and_the_others_race_again() -> None:
+    one, two, three = programs(3)
+    worker, stub = racing(
+        raced({one.key: 3, two.key: 5, three.key: 3}),
         WorkerDied("ended: SIGSEGV", timed_out=False),
         Tried(Status.OK),
-        RaceReply(),
+        Tried(Status.WRONG_RESULT),
+        raced({one.key: 5}),
     )
-    worker = GpuWorker("cuda:0")
-    worker._child = stub  # type: ignore[assignment]
-    worker.prepare(PROBLEM, TARGET, Policy())
     reply = worker.race([one, two, three], 5, 10.0)
-    assert {key: t.status for key, t in reply.rejected.items()} == {two.key: Status.CRASHED}
-    assert stub.jobs[-1] == Race((one, three), 5, leaving=True)
-    assert [type(j) for j in stub.jobs].count(Confirm) == 3
+    assert {key: t.status for key, t in reply.rejected.items()} == {
+        two.key: Status.CRASHED,
+        three.key: Status.WRONG_RESULT,
+    }
+    assert list(reply.programs) == [one.key]
+    assert [job for job in stub.jobs if not isinstance(job, Prepare)] == [
+        Race((one, two, three), 5, leaving=True),
+        Confirm(two, "finalist"),
+        Confirm(one, "finalist"),
+        Confirm(three, "finalist"),
+        Race((one,), 5, leaving=True),
+    ]
 
 
-def test_a_race_that_dies_is_noted() -> None:
-    stub = StubChild(Tried(Status.OK), WorkerDied("ended: SIGSEGV", timed_out=False))
-    worker = GpuWorker("cuda:0")
-    worker._child = stub  # type: ignore[assignment]
-    worker.prepare(PROBLEM, TARGET, Policy())
-    reply = worker.race(programs(1), 5, 10.0)
+def test_a_race_that_dies_is_noted_and_the_finalists_are_checked() -> None:
+    one, two = programs(2)
+    died = WorkerDied("ended: SIGSEGV", timed_out=False)
+    worker, _ = racing(died, Tried(Status.OK), Tried(Status.WRONG_RESULT))
+    reply = worker.race([one, two], 5, 10.0)
     assert reply.programs == {} and "SIGSEGV" in reply.note
+    assert {key: t.status for key, t in reply.rejected.items()} == {two.key: Status.WRONG_RESULT}
 
 
 def test_the_interpreter_gets_a_twin_in_a_dtype_it_computes_right() -> None:

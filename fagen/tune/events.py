@@ -60,7 +60,7 @@ class TrialDone:
 
 @dataclass(frozen=True)
 class Racing:
-    """The finalists are checked once more and measured interleaved with the default and peers."""
+    """The finalists are measured interleaved with the default and peers; who stays is checked."""
 
     programs: int
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -58,20 +59,33 @@ class GpuWorker:
         return tried
 
     def race(self, programs: list[Program], rounds: int, seconds: float) -> RaceReply:
+        """Who is still in the race at its end is checked as a finalist. If one is refused there,
+        all are checked, and those that are right race again: who left may have left for it."""
         until = time.monotonic() + seconds
         rejected: dict[str, Tried] = {}
         try:
-            for program in programs:
-                verdict = self._confirmed(program)
-                if verdict.status != Status.OK:
-                    rejected[program.key] = verdict
-            entrants = tuple(p for p in programs if p.key not in rejected)
-            reply: RaceReply = self._call(
-                Race(entrants, rounds, leaving=True), max(LEAST_RACE_S, until - time.monotonic())
-            )
+            reply = self._raced(programs, rounds, until)
+            self._check(stayed(programs, reply), rejected)
+            if rejected:
+                self._check([p for p in programs if p.key not in rejected], rejected)
+                reply = self._raced([p for p in programs if p.key not in rejected], rounds, until)
         except (FagenError, JobFailed) as error:
+            with contextlib.suppress(FagenError):  # where no process comes up any more
+                self._check([p for p in programs if p.key not in rejected], rejected)
             return RaceReply(rejected=rejected, note=f"No race: {error}")
         return replace(reply, rejected={**reply.rejected, **rejected})
+
+    def _raced(self, programs: list[Program], rounds: int, until: float) -> RaceReply:
+        limit = max(LEAST_RACE_S, until - time.monotonic())
+        reply: RaceReply = self._call(Race(tuple(programs), rounds, leaving=True), limit)
+        return reply
+
+    def _check(self, programs: list[Program], rejected: dict[str, Tried]) -> None:
+        """As finalists; who is refused is added to `rejected`, also where another ends it all."""
+        for program in programs:
+            tried = self._confirmed(program)
+            if tried.status != Status.OK:
+                rejected[program.key] = tried
 
     def close(self) -> None:
         self._child.close()
@@ -112,6 +126,13 @@ class GpuWorker:
         except JobFailed as failed:
             raise FagenError(f"The GPU can't be prepared for this shape: {failed}") from None
         self._prepared = self._child.starts
+
+
+def stayed(programs: list[Program], reply: RaceReply) -> list[Program]:
+    """Who was timed in every round of a race."""
+    rounds = {key: len(timing.samples_us) for key, timing in reply.programs.items()}
+    most = max(rounds.values(), default=0)
+    return [p for p in programs if rounds.get(p.key) == most]
 
 
 class InterpretWorker:
