@@ -18,7 +18,6 @@ NAME = "flash_ws"
 TEMPLATE = "flash_ws.py.j2"
 
 ROWS = 64  # of a consumer group: the rows of one wgmma
-MOST_FEW = 4  # seeds for few queries
 PACKED_ROWS = 1024  # queries; above, tiles of one head are at least 0.94 full
 OTHER_REGISTERS = 32  # three groups with 24 left, D80 and 128 keys: every wgmma waits (Triton 3.6)
 # Up to here four groups win at D64, under a causal mask up to twice as many keys; up to half as
@@ -303,7 +302,7 @@ def seeds(problem: Problem, target: Target) -> list[Knobs]:
         k for k in _few_queries(problem) if all(r.holds(problem, target, k) for r in CONSTRAINTS)
     ]
     if few:
-        return few[:MOST_FEW]
+        return [*few[:2], replace(few[0], claim="early"), replace(few[0], rescale_tau=8.0)]
     chosen = _seeds(problem)
     if problem.shape.seq_q <= PACKED_ROWS // 4:
         packed = [replace(k, pack_heads=True, half_diagonal=False) for k in chosen]
