@@ -301,6 +301,7 @@ def seeds(problem: Problem, target: Target) -> list[Knobs]:
     few = [
         k for k in _few_queries(problem) if all(r.holds(problem, target, k) for r in CONSTRAINTS)
     ]
+    few = [k for k in few if k.pack_heads == few[0].pack_heads]
     if few:
         return [*few[:2], replace(few[0], claim="early"), replace(few[0], rescale_tau=8.0)]
     chosen = _seeds(problem)
@@ -332,9 +333,8 @@ def _few_queries(problem: Problem) -> list[Knobs]:
     8192 keys, D128, one H200: 123 us packed, with whatever else, at 4.35 TB/s; 199 to 217 not
     packed; 206 the best of the portable families (benchmarks/spaces/decode.jsonl.gz)."""
     shape = problem.shape
-    packed = shape.heads_q > shape.heads_kv
-    if shape.seq_q * (shape.heads_q // shape.heads_kv if packed else 1) > ROWS:
-        return []
+    alike = max(1, shape.heads_q // max(1, shape.heads_kv))
+    packs = [pack for pack in (True, False) if shape.seq_q * (alike if pack else 1) <= ROWS]
     return [
         Knobs(
             ROWS,
@@ -343,8 +343,9 @@ def _few_queries(problem: Problem) -> list[Knobs]:
             "finish",
             output=output,
             rescale="under_scores",
-            pack_heads=packed,
+            pack_heads=pack,
         )
+        for pack in packs
         for output in ("stores", "tma")
         for keys in (64, 128)
         for slots in (2, 3, 4)
