@@ -295,6 +295,12 @@ def test_a_run_without_a_winner_prints_nothing_on_stdout(
     assert out == "" and "3 crashed" in err
 
 
+def test_a_prediction_is_not_called_tuned(capsys: pytest.CaptureFixture[str]):
+    write_trials([{}, {"status": Status.PREDICTED}])
+    rows = {row["status"]: row["origin"] for row in shown(["db", "trials"], capsys)}
+    assert rows == {"ok": "tuned", "predicted": "predicted"}
+
+
 def test_why_names_every_field_and_whether_it_fits(capsys: pytest.CaptureFixture[str]):
     problem = make_problem(64, 16)
     write_trials([{}])

@@ -12,6 +12,8 @@ from fagen import doctor, target
 from fagen.cli.main import main
 from fagen.errors import NoDevice, NoTriton
 from fagen.target import Toolchain, preset
+from store_rows import copy_of_v1, sql
+from tuning_db import Store
 
 
 @pytest.fixture(autouse=True)
@@ -104,6 +106,28 @@ def test_a_database_that_is_not_there_yet_is_no_fault(
     monkeypatch.setenv("FAGEN_DB", str(tmp_path / "none.db"))
     assert found("database").state == "ok" and "fagen tune makes it" in found("database").text
     assert list(Path(tmp_path).glob("none.db*")) == []
+
+
+def test_an_older_database_is_no_fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    path = copy_of_v1(tmp_path)
+    before = path.read_bytes()
+    monkeypatch.setenv("FAGEN_DB", str(path))
+    assert found("database").state == "ok"
+    assert "schema version 1" in found("database").text
+    assert "next fagen tune migrates it" in found("database").text
+    assert path.read_bytes() == before
+
+
+def test_a_database_that_lacks_a_column_is_bad(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    path = tmp_path / "t.db"
+    Store(path, "write").close()
+    monkeypatch.setenv("FAGEN_DB", str(path))
+    assert found("database").state == "ok"
+    sql(path, "ALTER TABLE trial DROP COLUMN seconds")
+    assert found("database").state == "bad"
+    assert "trial has no column seconds" in found("database").text
+    sql(path, "DROP TABLE verdict")
+    assert main(["db", "check"]) == 1
 
 
 def test_settings_that_are_set_are_shown(monkeypatch: pytest.MonkeyPatch):

@@ -40,6 +40,20 @@ def version_of(connection: Connection, place: Place) -> int:
     return version
 
 
+def lacking(connection: Connection) -> list[str]:
+    """Tables and columns of this version that a database of this version does not have."""
+    found = inspect(connection)
+    present = set(found.get_table_names())
+    missing = [f"there is no table {name}" for name in metadata.tables if name not in present]
+    for name, table in metadata.tables.items():
+        if name in present:
+            columns = {column["name"] for column in found.get_columns(name)}
+            missing += [
+                f"{name} has no column {c.name}" for c in table.columns if c.name not in columns
+            ]
+    return missing
+
+
 def too_old(place: Place, version: int) -> SchemaTooOld:
     return SchemaTooOld(
         f"{place} has schema version {version}; this fagen reads {HEAD}.",

@@ -20,7 +20,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects import postgresql, sqlite
 
-from tuning_db import owner, queries, tables
+from tuning_db import owner, queries, schema, tables
 from tuning_db.opening import open_for_reading, open_for_writing
 from tuning_db.owner import Owner
 from tuning_db.place import place_of
@@ -87,12 +87,14 @@ class Store:
             yield connection
 
     def damage(self) -> list[str]:
-        """What SQLite finds wrong in its file; nothing for a sound one, and for a server."""
+        """What SQLite finds wrong in its file, which it looks through, and what is missing of the
+        tables. Nothing for a sound one."""
         with self._session() as connection:
+            lacking = schema.lacking(connection)
             if connection.dialect.name != "sqlite":
-                return []
+                return lacking
             found = connection.execute(text("PRAGMA integrity_check(10)")).scalars().all()
-        return [str(line) for line in found if line != "ok"]
+        return [*(str(line) for line in found if line != "ok"), *lacking]
 
     def add_run(self, row: RunRow) -> int:
         with self._session(writes=True) as connection:

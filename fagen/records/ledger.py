@@ -102,6 +102,8 @@ class Records:
                 store = Store(where, "read")
             except tuning_db.DatabaseMissing:
                 return f"{where} does not exist yet; fagen tune makes it."
+            except tuning_db.SchemaTooOld as old:
+                return f"{old.message} The next fagen tune migrates it, and keeps a backup."
             found = store.damage()
             if found:
                 raise DatabaseError(

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from fagen.outcome import Built
+from fagen.outcome import Built, Status
 from fagen.report.plain import (
     Row,
     cell,
@@ -53,6 +53,12 @@ def _group(row: Run | Record) -> tuple[str, str, str]:
     return row.problem.bucket_key, row.target.device_key, row.toolchain.key
 
 
+def _origin(record: Record) -> str:
+    if record.shipped:
+        return "shipped"
+    return "predicted" if record.status is Status.PREDICTED else "tuned"
+
+
 def record_row(record: Record) -> Row:
     """A stored trial, flat."""
     outcome = record.outcome
@@ -60,7 +66,7 @@ def record_row(record: Record) -> Row:
     return {
         "trial_id": None if record.shipped else record.trial_id,
         "run_id": None if record.shipped else record.run_id,
-        "origin": "shipped" if record.shipped else "tuned",
+        "origin": _origin(record),
         "status": outcome.status.value,
         "reason": shortened(outcome.reason),
         **problem_row(record.problem),
