@@ -2,12 +2,14 @@
 
 python benchmarks/searches.py --out benchmarks/results/h200_searches.json
 
-Each cell begins with an empty database and empty caches. `fagen tune` with its defaults tunes the
-cell's shape; then, into the same database, a neighbour of it with WARM_TRIALS trials. A repeated
-cell is tuned again and again instead, each time from nothing and with another seed. After that, in
-a process that tuned nothing, what the runs chose is checked and raced in turns with the default
-and with the best configs known: of the measured space of that shape (benchmarks/spaces), and the
-one that ships with fagen. The file is written after every cell, and a cell in it is not run again.
+Each cell begins with an empty database and empty caches, and with a copy of fagen with which
+nothing ships: what ships for a shape and near it would be among its seeds. `fagen tune` with its
+defaults tunes the cell's shape; then, into the same database, a neighbour of it with WARM_TRIALS
+trials. A repeated cell is tuned again and again instead, each time from nothing and with another
+seed. After that, in a process that tuned nothing, what the runs chose is checked and raced in
+turns with the default and with the best configs known: of the measured space of that shape
+(benchmarks/spaces), and the one that ships with fagen. The file is written after every cell, and a
+cell in it is not run again.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from publish import ROOT, Plain, made, samples, times, without_folders
-from steps import Ended, run_step, workplace, write
+from steps import Ended, bare, run_step, workplace, write
 
 from fagen.config import Config
 from fagen.errors import FagenError
@@ -104,11 +106,21 @@ def known(problem: Problem, space: str) -> list[Config]:
 # --- runs ---
 
 
-def tuned(problem: Problem, folder: Path, deadline_s: float, *more: str) -> Plain:
+@dataclass(frozen=True)
+class Running:
+    """What all cells share. root: the fagen that tunes."""
+
+    work: Path
+    root: Path
+    deadline_s: float
+    repeats: int
+
+
+def tuned(problem: Problem, folder: Path, run: Running, *more: str) -> Plain:
     """A run of `fagen tune` in a process of its own, with what is in the folder already."""
     words = [*options_of(problem).split(), *more]
     command = [sys.executable, "-m", "fagen", "tune", *words, "--json", "--quiet"]
-    ended = run_step(command, folder, deadline_s)
+    ended = run_step(command, folder, run.deadline_s, run.root)
     return {"command": shlex.join(["fagen", "tune", *words]), **_of_run(ended)}
 
 
@@ -122,18 +134,18 @@ def _of_run(ended: Ended) -> Plain:
     }
 
 
-def measured(name: str, cell: Cell, work: Path, options: argparse.Namespace) -> list[Plain]:
+def measured(name: str, cell: Cell, run: Running) -> list[Plain]:
     """The shapes of a cell, each with its runs and their race."""
-    limit, folder = options.deadline, work / name.replace(" ", "-")
+    folder, limit = run.work / name.replace(" ", "-"), run.deadline_s
     best = known(cell.problem, cell.space)
     if cell.neighbour is None:
         runs = [
-            tuned(cell.problem, folder / str(seed), limit, "--seed", str(seed))
-            for seed in range(options.repeats)
+            tuned(cell.problem, folder / str(seed), run, "--seed", str(seed))
+            for seed in range(run.repeats)
         ]
         return [_shape(f"{name}", "repeated", cell.problem, runs, best, folder, limit)]
-    cold = tuned(cell.problem, folder, limit)
-    warm = tuned(cell.neighbour, folder, limit, "--trials", str(WARM_TRIALS))
+    cold = tuned(cell.problem, folder, run)
+    warm = tuned(cell.neighbour, folder, run, "--trials", str(WARM_TRIALS))
     near = list(dict.fromkeys([*known(cell.neighbour, ""), *best]))
     return [
         _shape(name, "cold", cell.problem, [cold], best, folder, limit),
@@ -255,10 +267,11 @@ def main(words: Sequence[str]) -> int:
         document = {"schema": SCHEMA, **made(target, command, options.commit, clean), "shapes": []}
     done = {shape["name"] for shape in document["shapes"]}
     with workplace(options.work) as work:
+        run = Running(work, bare(work), options.deadline, options.repeats)
         for name in options.cell or CELLS:
             if name in done:
                 continue
-            shapes = measured(name, CELLS[name], work, options)
+            shapes = measured(name, CELLS[name], run)
             document["shapes"] += shapes
             write(options.out, document)
             print("\n".join(map(_told, shapes)), flush=True)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -29,17 +30,22 @@ class Ended:
     started_at: float = 0.0  # time.time()
 
 
-def run_step(words: Sequence[str], folder: Path, deadline_s: float) -> Ended:
+def run_step(words: Sequence[str], folder: Path, deadline_s: float, root: Path = ROOT) -> Ended:
     """A process with its caches in the folder, killed with its children at the deadline.
 
-    Its stdout is its answer, in JSON.
+    Its stdout is its answer, in JSON. root: where it finds fagen.
     """
     folder.mkdir(parents=True, exist_ok=True)
     out, err = folder / "stdout", folder / "stderr"
     started, started_at = time.monotonic(), time.time()
     with out.open("wb") as answer, err.open("wb") as log:
         child = subprocess.Popen(
-            words, stdout=answer, stderr=log, env=environment(folder), start_new_session=True
+            words,
+            stdout=answer,
+            stderr=log,
+            cwd=folder,  # Python looks there first
+            env=environment(folder, root),
+            start_new_session=True,
         )
         try:
             code: int | None = child.wait(deadline_s)
@@ -64,12 +70,21 @@ def run_step(words: Sequence[str], folder: Path, deadline_s: float) -> Ended:
     return Ended(seconds, found, "", started_at)
 
 
+def bare(work: Path) -> Path:
+    """A copy of this fagen with which no record ships."""
+    root = work / "bare"
+    for part in ("fagen", "templates", "tuning_db"):
+        left_out = shutil.ignore_patterns("__pycache__", "records" if part == "tuning_db" else "")
+        shutil.copytree(ROOT / part, root / part, ignore=left_out)
+    return root
+
+
 def _end(child: subprocess.Popen[bytes], how: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, how)
 
 
-def environment(folder: Path) -> dict[str, str]:
+def environment(folder: Path, root: Path) -> dict[str, str]:
     """Every cache that a tuner or its compiler keeps, in a folder of its own."""
     caches = {
         "FAGEN_CACHE": "fagen",
@@ -78,7 +93,7 @@ def environment(folder: Path) -> dict[str, str]:
         "HELION_CACHE_DIR": "helion",
         "CUDA_CACHE_PATH": "cuda",
     }
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
     return {
         **os.environ,
         **{name: str(folder / "cache" / word) for name, word in caches.items()},

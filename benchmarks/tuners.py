@@ -2,7 +2,7 @@
 
 python benchmarks/tuners.py --out benchmarks/results/h200_tuners_full.json
 
-fagen             `fagen tune` with its defaults, into an empty database
+fagen             `fagen tune` with its defaults, into an empty database, and with nothing shipped
 triton            triton.autotune over fagen's own list of valid configs of its portable family
                   `flash`: tile sizes, warps and stages, all other knobs as in its default
 triton-maxnreg    the same, with the register caps of that list, which triton.Config can have too
@@ -29,8 +29,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from publish import made, without_folders
-from steps import Ended, run_step, workplace, write
+from publish import ROOT, made, without_folders
+from steps import Ended, bare, run_step, workplace, write
 
 from fagen.config import Config
 from fagen.errors import FagenError
@@ -193,7 +193,8 @@ def tuned(bench: Bench, name: str) -> Plain:
         words, more = _command(bench, name, folder)
     except ValueError as error:
         return {"name": name, "tuner": TUNERS[name], "reason": str(error)}
-    ended = run_step(words, folder, bench.deadline_s)
+    root = bare(bench.work) if name == "fagen" else ROOT  # what ships would be among the seeds
+    ended = run_step(words, folder, bench.deadline_s, root)
     row: Plain = {"name": name, "tuner": TUNERS[name], "process_s": _short(ended.seconds), **more}
     if ended.answer is None:
         return row | {"reason": ended.reason}

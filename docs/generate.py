@@ -214,6 +214,7 @@ def searches() -> str:
         "# Runs of the tuner",
         NOTE,
         "`benchmarks/searches.py` tunes a shape from an empty database and empty caches (`cold`), "
+        "by a fagen with which nothing ships, as what does would be among the seeds; "
         "then its neighbour with 12 trials into the same database (`warm`); one shape it tunes "
         "again and again from nothing, each time with another seed (`repeated`). `seconds` is the "
         "whole process, imports and the race at its end included. `share` is the time of the "
@@ -261,7 +262,8 @@ def tuners() -> str:
         "every kernel and races its finalists, until its process ended; `of that tuning` leaves "
         "out imports. Each tunes a kernel of its own but the two of `triton.autotune`, which have "
         "fagen's portable family; so the times compare what a user gets, not searches alone. "
-        "fagen starts from seeds that earlier races on an H200 found good for such shapes. "
+        "fagen starts from seeds of its families, which earlier races on an H200 found good for such "
+        "shapes, and without what ships for them. "
         "Helion's kernel writes no LSE.",
     ]
     for path in sorted(RESULTS.glob("h200_tuners*.json")):

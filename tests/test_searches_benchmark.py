@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -25,6 +26,7 @@ from fagen.tune.worker import Bench
 
 H200 = preset("h200")
 PROBLEM = make_problem(256, 64)
+ROOT = Path(__file__).resolve().parent.parent
 SLOW, GOOD, BEST, WRONG = (
     Config("flash", flash.Knobs(64, 32, 4, stages)) for stages in (1, 2, 3, 4)
 )
@@ -110,8 +112,11 @@ def answers(searches: ModuleType, asked: list[list[str]]) -> Any:
     """`run_step` of a machine on which BEST is known and runs choose GOOD, then BEST."""
     chosen = iter([GOOD, BEST, BEST, SLOW])
 
-    def run_step(words: list[str], folder: Path, deadline_s: float) -> Any:
+    def run_step(words: list[str], folder: Path, deadline_s: float, root: Path = ROOT) -> Any:
         asked.append(words[1:])
+        assert ("tune" in words) == (root != ROOT)
+        assert (root / "fagen/tune/tuner.py").exists() and (root / "templates").exists()
+        assert list(root.glob("tuning_db/records/*")) == [] or root == ROOT
         if "--race" in words:
             job = json.loads(Path(words[-1]).read_text(encoding="utf-8"))
             shares = {GOOD: 0.99, BEST: 1.0, SLOW: 0.8}
@@ -171,6 +176,21 @@ def test_runs_are_kept_with_their_share_and_a_cell_is_not_run_twice(
     page = generator.searches()
     assert "| bf16 B1 H16 N256 D64 full | cold | 64 | 44.0 | 0.9900 | 0.8000 |" in page
     assert "It took more than 180 s." in page
+
+
+def test_runs_use_a_fagen_with_which_nothing_ships(searches: ModuleType, tmp_path: Path):
+    code = """
+import fagen, json
+from fagen.generate.families import config_from_dict
+from fagen.records import shipped
+print(json.dumps({"file": fagen.__file__, "shipped": len(shipped(None, config_from_dict))}))
+"""
+    root = searches.bare(tmp_path)
+    for where, least in ((root, 0), (ROOT, 50)):
+        words = [sys.executable, "-c", code]
+        answer = searches.run_step(words, tmp_path / "step", 60.0, where).answer
+        assert Path(answer["file"]).is_relative_to(where)
+        assert answer["shipped"] >= least and (least or answer["shipped"] == 0)
 
 
 def test_without_a_file_nothing_runs(searches: ModuleType, capsys: pytest.CaptureFixture[str]):

@@ -22,6 +22,7 @@ from fagen.records import Plan, Records
 from fagen.serve import library
 from fagen.serve.place import Place
 from fagen.target import Target, Toolchain, preset, toolchain
+from fagen.tune.ledger import Ledger
 from serve_fixtures import FakeMachine
 from tuning_db import exchange
 
@@ -259,6 +260,26 @@ def test_a_shipped_shape_is_served_on_its_device_without_another_check(
     assert (chosen.origin, chosen.program.config) == ("shipped", FAST)
     assert len(machine.loaded) == 1
     assert (chosen.notes, machine.checked) == ((), [])
+
+
+def test_what_ships_for_a_shape_is_a_seed_of_its_tuning_and_stays_until_it_is_beaten(
+    ship: ModuleType, tmp_path: Path, shipped: Path
+) -> None:
+    written(ship, shipped / "h200.jsonl", tuned(tmp_path / "a.db"))
+    with Records.open(str(tmp_path / "own.db"), "write", config_from_dict) as records:
+        here = Ledger(records, SHORT, H200, toolchain())
+        assert here.history("fake timer") == []
+        assert (here.neighbours()[0], here.incumbent()) == (FAST, FAST)
+        # Another shape, device or toolchain: a seed, and nothing that is served there.
+        for other in (
+            Ledger(records, LARGER, H200, toolchain()),
+            Ledger(records, SHORT, preset("a100"), toolchain()),
+            Ledger(records, SHORT, H200, Toolchain("3.5.0", "1")),
+        ):
+            assert (other.neighbours()[0], other.incumbent()) == (FAST, None)
+    tuned(tmp_path / "own.db", us={SLOW: 1.0})
+    with Records.open(str(tmp_path / "own.db"), "write", config_from_dict) as records:
+        assert Ledger(records, SHORT, H200, toolchain()).incumbent() == SLOW
 
 
 def test_get_and_why_name_a_shipped_record_and_its_time(

@@ -50,12 +50,16 @@ class Ledger:
         return self._records.history(self._problem, self._target, self._toolchain, policy=policy)
 
     def incumbent(self) -> Config | None:
-        """The winner of an earlier race."""
+        """The winner of an earlier race, or else what ships for this very problem and place: what
+        `fagen.get` serves so far."""
         best = self._records.best(self._problem, self._target, self._toolchain)
-        return best.config if best is not None and best.chosen else None
+        if best is not None:
+            return best.config if best.chosen else None
+        known = self._records.candidates(self._problem.class_key)
+        return next((r.config for r in known if r.shipped and self._is_own(r)), None)
 
     def neighbours(self) -> list[Config]:
-        """Winners of other sizes, devices, toolchains and gates, nearest first."""
+        """Winners of other sizes, devices, toolchains and gates, and what ships, nearest first."""
         known = self._records.candidates(self._problem.class_key)
         timed = [r for r in known if r.status == Status.OK and not self._is_done(r)]
         ranked = sorted(timed, key=lambda r: (self._distance(r), r.median_us or 0.0, r.config.key))
@@ -115,7 +119,7 @@ class Ledger:
         return same_place and record.problem == self._problem
 
     def _is_done(self, record: Record) -> bool:
-        return self._is_own(record) and record.exactness == GATE
+        return self._is_own(record) and record.exactness == GATE and not record.shipped
 
     def _distance(self, record: Record) -> float:
         sizes = zip(record.problem.bucket, self._problem.bucket, strict=True)
