@@ -262,7 +262,7 @@ def tuners() -> str:
         "every kernel and races its finalists, until its process ended; `of that tuning` leaves "
         "out imports. Each tunes a kernel of its own but the two of `triton.autotune`, which have "
         "fagen's portable family; so the times compare what a user gets, not searches alone. "
-        "fagen starts from its families' seeds, which earlier races on an H200 found good for such "
+        "fagen starts from its families' seeds, which earlier H200 races found good for such "
         "shapes, and without what ships for them. "
         "Helion's kernel writes no LSE.",
     ]
