@@ -105,25 +105,15 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Timing:
-    """Samples in microseconds, each one launch's share of a timed batch, in the order taken.
-
-    drift: how much slower the device was by then than at the run's first kernel (judge.measure's
-    Drift). It serves the run alone and is not stored.
-    """
+    """Samples in microseconds, each one launch's share of a timed batch, in the order taken."""
 
     samples_us: tuple[float, ...]
     policy: str
     clock_mhz: tuple[int, ...] = ()
-    drift: float = 1.0
 
     @property
     def median_us(self) -> float:
         return median(self.samples_us)
-
-    @property
-    def rank_us(self) -> float:
-        """What candidates of one run are ranked by: the median without the drift."""
-        return self.median_us / self.drift
 
     @property
     def p20_us(self) -> float:
@@ -166,10 +156,6 @@ class Outcome:
     @property
     def median_us(self) -> float | None:
         return self.timing.median_us if self.timing is not None else None
-
-    @property
-    def rank_us(self) -> float | None:
-        return self.timing.rank_us if self.timing is not None else None
 
     def to_dict(self) -> dict[str, Any]:
         plain = asdict(self)

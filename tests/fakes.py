@@ -15,7 +15,6 @@ from fagen.config import Config
 from fagen.errors import WorkerDied
 from fagen.generate.program import Program
 from fagen.generate.space import SearchSpace
-from fagen.judge.measure import Drift, LaunchSet, MeasurePolicy, Replay
 from fagen.outcome import Built, Check, KernelFacts, Outcome, Status, Timing, Verdict
 from fagen.problem import Problem, make_problem
 from fagen.target import Target, preset
@@ -155,28 +154,12 @@ class FakeWorker:
 
 
 class NoisyWorker(FakeWorker):
-    """5 % noise, a drift of 20 % over the run, and one sample in fifty ten times too long.
-
-    As a worker on a GPU, it tells the drift by the first kernel, which it times again.
-    """
+    """5 % noise, a drift of 20 % over the run, and one sample in fifty ten times too long."""
 
     def __init__(self, formula: Callable[[Config], float], seed: int) -> None:
         super().__init__(formula)
         self._random = random.Random(seed)
         self._samples = 0
-        self._drift: Drift | None = None
-
-    def try_program(self, program: Program, seconds: float) -> Tried:
-        drift = 1.0 if self._drift is None else self._drift.now()
-        tried = super().try_program(program, seconds)
-        if self._drift is None:
-            policy = MeasurePolicy(warmup_ms=0.0, pause_ms=0.0)
-            self._drift = Drift(
-                lambda _: None, policy, "cpu", clock=_NoisyClock(self, program.config), every_s=0.0
-            )
-        if tried.timing is None:
-            return tried
-        return replace(tried, timing=replace(tried.timing, drift=drift))
 
     def sample(self, config: Config, count: int) -> list[float]:
         return [self._one(config) for _ in range(count)]
@@ -186,20 +169,6 @@ class NoisyWorker(FakeWorker):
         drift = 1 + 0.2 * min(1.0, self._samples / 120)
         outlier = 10.0 if self._random.random() < 0.02 else 1.0
         return self.formula(config) * drift * outlier * max(0.5, self._random.gauss(1, 0.05))
-
-
-@dataclass
-class _NoisyClock:
-    """Batches of one kernel as `worker` samples it."""
-
-    worker: FakeWorker
-    config: Config
-
-    def batch(self, launch: LaunchSet, launches: int, sets: int) -> Replay:
-        return lambda: self.worker.sample(self.config, 1)[0]
-
-    def clock_mhz(self) -> int | None:
-        return None
 
 
 @dataclass

@@ -15,7 +15,7 @@ from fagen.errors import MeasureError
 from fagen.judge.measure import (
     CLEAR,
     CLEAR_ROUNDS,
-    Drift,
+    Bar,
     MeasurePolicy,
     WallClock,
     impossible,
@@ -175,17 +175,22 @@ def test_drift_meets_all_contestants_alike() -> None:
 
 
 def test_who_is_clearly_slower_leaves_a_race_when_told_to() -> None:
-    def raced(leaving: bool) -> dict[str, int]:
+    def raced(*rivals: str) -> dict[str, int]:
         clock = FakeClock()
         times = {"best": 100, "near": 109, "far": 112, "once": 100}
         entries = {name: clock.launch(name, us) for name, us in times.items()}
         # Two replays size the batch, one warms up; of its first three samples one is not slow.
         entries["once"] = clock.launch("once", *[300] * 3, 0.1, 300, 0.1, 100, 0.1, 300, 300)
-        found = race(entries, FAST, 7, clock=clock, leaving=leaving)
+        found = race(entries, FAST, 7, clock=clock, rivals=rivals)
         return {name: len(timing.samples_us) for name, timing in found.items()}
 
-    assert raced(leaving=False) == dict.fromkeys(("best", "near", "far", "once"), 7)
-    assert raced(leaving=True) == {"best": 7, "near": 7, "far": CLEAR_ROUNDS, "once": 7}
+    assert raced() == dict.fromkeys(("best", "near", "far", "once"), 7)
+    assert raced("best", "near", "far", "once") == {
+        "best": 7,
+        "near": 7,
+        "far": CLEAR_ROUNDS,
+        "once": 7,
+    }
 
 
 def test_who_is_a_little_slower_in_every_round_leaves_when_that_can_be_no_chance() -> None:
@@ -195,7 +200,7 @@ def test_who_is_a_little_slower_in_every_round_leaves_when_that_can_be_no_chance
     # Two replays size the batch, one warms up; an untimed one is before each sample.
     once = [101.0, 101.0] * 3 + [101.0, 99.0] + [101.0, 101.0] * 8
     entries["noisy"] = clock.launch("noisy", *[101.0] * 3, *once)
-    found = race(entries, FAST, 12, clock=clock, leaving=True)
+    found = race(entries, FAST, 12, clock=clock, rivals=tuple(entries))
     rounds = {name: len(timing.samples_us) for name, timing in found.items()}
     assert rounds == {"best": 12, "tied": 12, "slower": rounds_to_tell(CLEAR), "noisy": 12}
 
@@ -205,7 +210,7 @@ def test_a_race_of_noisy_equals_keeps_nearly_all_of_them() -> None:
     for seed in range(100):
         dice, clock = random.Random(seed), FakeClock()
         entries = {name: clock.launch(name, *_noisy(dice, 100.0)) for name in "abcd"}
-        found = race(entries, FAST, 21, clock=clock, leaving=True)
+        found = race(entries, FAST, 21, clock=clock, rivals=tuple(entries))
         left += sum(len(timing.samples_us) < 21 for timing in found.values())
     assert left <= 8  # of 400
 
@@ -214,18 +219,32 @@ def _noisy(dice: random.Random, us: float) -> list[float]:
     return [us * dice.gauss(1, 0.05) for _ in range(60)]
 
 
-def test_drift_is_what_one_kernel_grows_by_and_an_outlier_says_nothing() -> None:
+def test_the_bar_is_timed_again_and_is_never_lower_than_it_was() -> None:
     clock = FakeClock()
-    taken = [100.0] * 5 + [110.0] * 3 + [1100.0] + [110.0] * 5
-    paired = [us for sample in taken for us in (99.0, sample)]
-    launch = clock.launch("first", 100.0, 100.0, 100.0, *paired)
-    drift = Drift(launch, FAST, "cpu", clock=clock, every_s=0.0)
-    seen = [drift.now() for _ in range(9)]
-    assert seen[0] == 1.05 and seen[1:] == [pytest.approx(1.1)] * 8
-    before = len(clock.replays)
-    often = Drift(clock.launch("x", 50.0), FAST, "cpu", clock=clock, every_s=60.0)
-    assert often.now() == often.now() == 1.0
-    assert clock.replays[before:] == ["x"] * 13  # 2, 1 and 5 x 2: none by now()
+    # Two replays size the batch, one warms up; then pairs, the second of which counts.
+    launch = clock.launch("best", 100.0, 100.0, 100.0, 99.0, 120.0, 99.0, 90.0)
+    bar = Bar(100.0, launch, FAST, "cpu", clock=clock)
+    assert clock.replays == []  # nothing is timed before it is asked for
+    assert [bar.now_us(), bar.now_us()] == [120.0, 100.0]
+
+    def broken(_: int) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    assert Bar(100.0, broken, FAST, "cpu", clock=clock).now_us() == 100.0
+
+
+def test_programs_leave_for_a_program_and_peers_for_a_program_too() -> None:
+    clock = FakeClock()
+    times = {"ours": 100.0, "slower": 103.0, "cudnn": 80.0, "fa2": 200.0}
+    entries = {name: clock.launch(name, us) for name, us in times.items()}
+    found = race(entries, FAST, 12, clock=clock, rivals=("ours", "slower"))
+    rounds = {name: len(timing.samples_us) for name, timing in found.items()}
+    assert rounds == {
+        "ours": 12,
+        "slower": rounds_to_tell(CLEAR),
+        "cudnn": 12,
+        "fa2": CLEAR_ROUNDS,
+    }
 
 
 def test_a_contestant_that_raises_is_named_and_the_race_goes_on() -> None:

@@ -416,9 +416,10 @@ def test_the_default_is_left_only_for_what_is_faster_beyond_the_noise_of_the_rac
         pair[1] = replace(other, timing=Timing(noisy(100.0, spread).samples_us[::-1], "fake"))
         assert chosen(pair, default=default.outcome.config) == who  # type: ignore[union-attr]
         assert chosen(pair) == 1
-    # Who left the race is slower, whatever its first rounds say.
-    pair[0] = replace(default, timing=Timing((99.0, 99.0, 99.0), "fake"))
-    assert chosen(pair, default=default.outcome.config) == 1  # type: ignore[union-attr]
+    # Who left the race is compared over the rounds that it was in.
+    for us, who in ((112.0, 1), (100.2, 0)):
+        pair[0] = replace(default, timing=Timing((us,) * 3, "fake"))
+        assert chosen(pair, default=default.outcome.config) == who  # type: ignore[union-attr]
 
 
 def test_ties_go_to_what_was_there_then_to_the_smaller_and_a_clear_best_wins() -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from fagen.generate.program import Program
-from fagen.judge.measure import MeasurePolicy
+from fagen.judge.measure import Bar, MeasurePolicy
 from fagen.judge.reference import baseline
 from fagen.outcome import Outcome, Status
 from fagen.problem import make_problem
@@ -71,7 +71,7 @@ def prepared() -> Bench:
 def bench(prepared: Bench) -> Bench:
     """As if nothing had been tried yet."""
     prepared._passed.clear()
-    prepared._best_us = None
+    prepared._best = None
     return prepared
 
 
@@ -111,7 +111,7 @@ def test_what_is_clearly_slower_is_not_checked_further_and_is_no_winner(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loads(monkeypatch, attend, five_percent_off)
-    bench._best_us = 1e-3
+    best = bench._best = Bar(1e-3, lambda _: None, POLICY, "cpu")
     levels = []
     check = bench._gate.check
     monkeypatch.setattr(
@@ -121,12 +121,28 @@ def test_what_is_clearly_slower_is_not_checked_further_and_is_no_winner(
     assert tried.status == Status.SLOWER and tried.verdict is None
     assert tried.timing is not None and len(tried.timing.samples_us) < POLICY.samples
     assert "the time of the fastest" in tried.reason
-    assert levels == ["smoke"] and bench._best_us == 1e-3
+    assert levels == ["smoke"] and bench._best is best
     # A wrong kernel is called wrong, however slow.
     assert bench.try_program(TryProgram(program(1))).status == Status.WRONG_RESULT
     row = Outcome(program(0).config, tried.status, tried.reason, "key", timing=tried.timing)
     assert value_of(row, timed=True) == tried.timing.median_us
     assert finalists([row], row.config, row.config, 4) == []
+
+
+def test_who_met_a_slower_device_than_the_fastest_did_is_measured_and_checked(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads(monkeypatch, attend)
+    first = bench.try_program(TryProgram(program(0)))
+    assert first.timing is not None and bench._best is not None
+    best = bench._best = Bar(first.timing.median_us / 2.5, lambda _: None, POLICY, "cpu")
+    monkeypatch.setattr(best, "now_us", lambda: 1e9)
+    monkeypatch.setattr("fagen.judge.measure.LOST", (1e9, 1.1))
+    slowed = bench.try_program(TryProgram(program(1)))
+    assert slowed.status == Status.OK and slowed.timing is not None
+    assert len(slowed.timing.samples_us) == POLICY.samples
+    monkeypatch.setattr(best, "now_us", lambda: best.us)
+    assert bench.try_program(TryProgram(program(2))).status == Status.SLOWER
 
 
 def test_what_is_wrong_beyond_the_first_case_and_fast_is_never_timed(
@@ -141,7 +157,7 @@ def test_what_is_wrong_beyond_the_first_case_and_fast_is_never_timed(
     loads(monkeypatch, later_wrong)
     tried = bench.try_program(TryProgram(program()))
     assert tried.status == Status.WRONG_RESULT and tried.timing is None
-    assert bench._best_us is None
+    assert bench._best is None
 
 
 # T02

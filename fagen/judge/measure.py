@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -43,8 +43,6 @@ LOST = (3.0, 1.1)
 # every run. Two kernels' ratio in one race and in another on an H200: 0.0 to 0.3 % apart
 # (benchmarks/results/h200_flash_ws_race3.json: D128, rescale under_scores against after_softmax).
 NOISE = 0.004
-DRIFT_SAMPLES = 5  # of the kernel that tells drift, whose median counts
-DRIFT_EVERY_S = 1.0  # a sample takes 33 ms, a candidate 150 to 400
 CLEAR_ROUNDS = 3  # of a race, after which a contestant may be lost
 CLEAR = 0.01  # how often a contestant may leave a race for one that is no faster
 MOST_SETS = 64
@@ -114,46 +112,46 @@ def measure(
     for _ in range(policy.samples):
         samples.append(_rested(replay, policy))
         clocks.append(clock.clock_mhz())
-        if give_up_us is not None and _is_lost(samples, give_up_us):
+        if give_up_us is not None and is_lost(samples, give_up_us):
             break
     return _timing(samples, clocks, policy)
 
 
-class Drift:
-    """One kernel that is timed again and again while others are: what its time grows by is the
-    device's, by heat or power. Between two passes over a whole space on an H200, minutes apart,
-    nine of ten configs moved by less than 0.9 % (benchmarks/spaces); other cards do worse.
-    """
+class Bar:
+    """The fastest kernel so far. Who seems lost to it may have met a slower device, by heat or
+    power, and so it is timed once more then."""
 
     def __init__(
         self,
+        us: float,
         launch: LaunchSet,
         policy: MeasurePolicy,
         device: torch.device | str,
         *,
         sets: int = 1,
         clock: Clock | None = None,
-        every_s: float = DRIFT_EVERY_S,
     ) -> None:
+        self.us = us
         self._policy = policy
-        self._every_s = every_s
-        self._replay, us = _sized_batch(launch, policy, sets, clock or clock_of(device, policy))
-        _warm(self._replay, us, policy)
-        self._first_us = median(_rested(self._replay, policy) for _ in range(DRIFT_SAMPLES))
-        self._seen: deque[float] = deque([1.0], maxlen=DRIFT_SAMPLES)
-        self._at = time.perf_counter()
+        self._batch = partial(
+            _sized_batch, launch, policy, sets, clock or clock_of(device, policy)
+        )
+        self._replay: Replay | None = None
 
-    def now(self) -> float:
-        """How much slower the device is than at first: the median of the last few samples."""
-        if time.perf_counter() - self._at >= self._every_s:
-            self._seen.append(_rested(self._replay, self._policy) / self._first_us)
-            self._at = time.perf_counter()
-        return median(self._seen)
+    def now_us(self) -> float:
+        """Its time at this moment, or its first one where that is longer or it can't be timed."""
+        try:
+            if self._replay is None:
+                self._replay, us = self._batch()
+                _warm(self._replay, us, self._policy)
+            return max(self.us, _rested(self._replay, self._policy))
+        except (RuntimeError, MeasureError):
+            return self.us
 
 
-def _is_lost(samples: list[float], best_us: float) -> bool:
-    bound = LOST[min(len(samples), len(LOST)) - 1]
-    return min(samples) > bound * best_us
+def is_lost(samples_us: Sequence[float], best_us: float) -> bool:
+    """Whether so many samples say that a kernel is slower than one that takes best_us (LOST)."""
+    return min(samples_us) > LOST[min(len(samples_us), len(LOST)) - 1] * best_us
 
 
 def race(
@@ -165,7 +163,7 @@ def race(
     sets: int = 1,
     clock: Clock | None = None,
     failed: dict[str, str] | None = None,
-    leaving: bool = False,
+    rivals: Collection[str] = (),
 ) -> dict[str, Timing]:
     """Contestants measured in turns, one sample a turn after a pause, in a balanced order.
 
@@ -173,8 +171,8 @@ def race(
     without pauses and with an order that was only rotated, whoever came after the slowest peer was
     faster every time (384 us for a kernel that then took 438:
     benchmarks/results/h200_rotated_order_race.json). One that raises is named in `failed` with its
-    reason and left out; without `failed` it raises. With `leaving`, one that is clearly slower
-    than the fastest is not timed any more: its samples are fewer.
+    reason and left out; without `failed` it raises. Whoever is clearly slower than the
+    fastest of the `rivals` is not timed any more: its samples are fewer.
     """
     clock = clock or clock_of(device, policy)
     ready: dict[str, Replay] = {}
@@ -190,21 +188,22 @@ def race(
     samples: dict[str, list[float]] = {name: [] for name in ready}
     clocks: dict[str, list[int | None]] = {name: [] for name in ready}
     for name in turns(ready, rounds):
-        if leaving and _has_left(samples, name):
+        if rivals and _has_left(samples, name, rivals):
             continue
         samples[name].append(_rested(ready[name], policy))
         clocks[name].append(clock.clock_mhz())
     return {name: _timing(samples[name], clocks[name], policy) for name in ready if samples[name]}
 
 
-def _has_left(samples: dict[str, list[float]], name: str) -> bool:
-    """Whether one is clearly behind the fastest of those that are still in the race: LOST in each
+def _has_left(samples: dict[str, list[float]], name: str, rivals: Collection[str]) -> bool:
+    """Whether one is clearly behind the fastest rival that is still in the race: LOST in every
     round, or slower beyond NOISE by the interval of the ratio."""
-    mine, rounds = samples[name], max(map(len, samples.values()))
-    if min(map(len, samples.values())) < CLEAR_ROUNDS:
+    mine, in_race = samples[name], [samples[rival] for rival in rivals if rival in samples]
+    if not in_race or min(map(len, samples.values())) < CLEAR_ROUNDS:
         return False
-    fastest = min((s for s in samples.values() if len(s) >= rounds - 1), key=median)
-    if min(mine) > LOST[-1] * median(fastest):
+    rounds = max(map(len, in_race))
+    fastest = min((s for s in in_race if len(s) >= rounds - 1), key=median)
+    if least_slowdown(mine, fastest, 0.0) > LOST[-1]:
         return True
     least = least_slowdown(mine, fastest, CLEAR)
     return len(mine) >= rounds_to_tell(CLEAR) and least > 1 + NOISE

@@ -16,7 +16,8 @@ def slowdown(a_us: Sequence[float], b_us: Sequence[float]) -> float:
 
 def least_slowdown(a_us: Sequence[float], b_us: Sequence[float], unsure: float = UNSURE) -> float:
     """The lower end of the interval that holds the median ratio in all but `unsure` of races: an
-    order statistic, by the binomial of the sign test; with too few rounds the smallest ratio."""
+    order statistic, by the binomial of the sign test; with too few rounds, and with nothing
+    unsure, the smallest ratio."""
     ratios = sorted(_ratios(a_us, b_us))
     below, rank = 0.0, 0
     while (below := below + math.comb(len(ratios), rank) / 2 ** len(ratios)) <= unsure / 2:

@@ -103,21 +103,21 @@ def is_time(value_us: float | None) -> bool:
 def value_of(outcome: Outcome, *, timed: bool) -> float | None:
     """What the search minimises; None for a failure."""
     if timed:
-        return outcome.rank_us if outcome.status in (Status.OK, Status.SLOWER) else None
+        return outcome.median_us if outcome.status in (Status.OK, Status.SLOWER) else None
     return outcome.predicted_us if outcome.status in (Status.PREDICTED, Status.OK) else None
 
 
 def doubted(outcomes: Sequence[Outcome]) -> list[Outcome]:
     """Those called slower that are not, beside the best that is right: what made them look slow
     was refused later."""
-    right = [o.rank_us for o in outcomes if o.status == Status.OK and o.rank_us is not None]
+    right = [o.median_us for o in outcomes if o.status == Status.OK and o.median_us is not None]
     best = min(right, default=math.inf)
     return [
         o
         for o in outcomes
         if o.status == Status.SLOWER
         and o.timing is not None
-        and min(o.timing.samples_us) / o.timing.drift <= LOST[-1] * best
+        and min(o.timing.samples_us) <= LOST[-1] * best
     ]
 
 
@@ -127,7 +127,7 @@ def finalists(
     """The best `keep` by single-pass time, one of each source, and the default and the earlier
     winner where they are right."""
     right = [o for o in outcomes if o.status == Status.OK and o.median_us is not None]
-    right.sort(key=lambda o: (o.rank_us or 0.0, o.config.key))
+    right.sort(key=lambda o: (o.median_us or 0.0, o.config.key))
     distinct: dict[str, Outcome] = {}
     for outcome in right:
         distinct.setdefault(outcome.program_key, outcome)
@@ -141,14 +141,14 @@ def choose(finals: Sequence[Final], incumbent: Config | None, default: Config) -
     """The incumbent, else the default, unless another is faster beyond NOISE and beyond what the
     race can tell; then the fastest, and of those within NOISE of it the one that takes least of a
     multiprocessor, the one predicted fastest, the first by config key. Who left the race before
-    its end was clearly slower than another."""
+    its end was clearly slower than one of them."""
     programs = [f for f in finals if f.outcome is not None]
     if not programs:
         return None
     rounds = max(len(f.timing.samples_us) for f in programs)
     stayed = [f for f in programs if len(f.timing.samples_us) == rounds]
     fastest = min(stayed, key=lambda f: f.timing.median_us)
-    by_config = {f.outcome.config: f for f in stayed if f.outcome is not None}
+    by_config = {f.outcome.config: f for f in programs if f.outcome is not None}
     for first in (by_config.get(config) for config in (incumbent, default) if config is not None):
         if first is not None and not _is_slower(first.timing, fastest.timing):
             return first

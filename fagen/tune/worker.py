@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from fagen.generate.program import Program
-from fagen.outcome import Status, Verdict
+from fagen.outcome import Status, Timing, Verdict
 from fagen.tune.children import Raised, Reply
 from fagen.tune.jobs import (
     BuildJob,
@@ -36,7 +36,7 @@ from fagen.tune.jobs import (
 if TYPE_CHECKING:
     import torch
 
-    from fagen.judge.measure import Drift
+    from fagen.judge.measure import Bar
     from fagen.judge.peers import Peer
     from fagen.judge.verify import Gate, Level
     from fagen.problem import Problem
@@ -220,8 +220,7 @@ class Bench:
             for seed in range(job.policy.input_sets(job.problem, job.target.l2_bytes))
         ]
         self._scale = job.problem.shape.head_dim**-0.5
-        self._best_us: float | None = None  # without drift
-        self._drift: Drift | None = None  # of the first right kernel, since this process began
+        self._best: Bar | None = None
         self._passed: dict[str, Verdict] = {}  # by the program's key, at level "full"
         # What is here by now stays. A collection after each candidate took 80 ms of looking
         # through the 180000 objects of torch and Triton, of the 320 ms that a slow one takes.
@@ -233,7 +232,7 @@ class Bench:
     def confirm(self, job: Confirm) -> Tried:
         tried = _guarded(lambda: self._verified(job.program, self._load(job.program), job.level))
         if tried.status != Status.OK:  # others may have looked slow beside it
-            self._best_us = None
+            self._best = None
         return tried
 
     def race(self, job: Race) -> RaceReply:
@@ -251,7 +250,7 @@ class Bench:
             device=self._device,
             sets=len(self._sets),
             failed=failed,
-            leaving=job.leaving,
+            rivals=tuple(p.key for p in job.programs) if job.leaving else (),
         )
         keys = {program.key for program in job.programs}
         return RaceReply(
@@ -262,7 +261,7 @@ class Bench:
         )
 
     def _timed(self, program: Program) -> Tried:
-        from fagen.judge.measure import Drift, impossible, measure
+        from fagen.judge.measure import Bar, impossible
 
         job = self._job
         runner = self._load(program)
@@ -270,14 +269,11 @@ class Bench:
         if tried.status != Status.OK:
             return tried
         began = time.perf_counter()
-        launches, sets = self._launches(runner), len(self._sets)
-        drift = 1.0 if self._drift is None else self._drift.now()
-        best_us = None if self._best_us is None else self._best_us * drift
-        timing = measure(launches, job.policy, self._device, sets=sets, give_up_us=best_us)
-        timing = replace(timing, drift=drift)
+        launches, best = self._launches(runner), self._best
+        timing, lost_to_us = self._measured(launches)
         took = time.perf_counter() - began
-        if best_us is not None and len(timing.samples_us) < job.policy.samples:
-            ratio = min(timing.samples_us) / best_us
+        if lost_to_us is not None:
+            ratio = min(timing.samples_us) / lost_to_us
             reason = f"{ratio:.2f}x the time of the fastest by then: not checked any further"
             return Tried(Status.SLOWER, reason, timing=timing, time_s=took)
         tried = replace(self._verified(program, runner, "full"), time_s=took)
@@ -286,10 +282,28 @@ class Bench:
         doubt = impossible(job.problem, job.target, timing.median_us, job.policy)
         if doubt is not None:
             return replace(tried, status=Status.CRASHED, reason=f"no usable time: {doubt}")
-        self._best_us = min(timing.rank_us, self._best_us or timing.rank_us)
-        if self._drift is None:
-            self._drift = Drift(launches, job.policy, self._device, sets=sets)
+        if best is None or timing.median_us < best.us:
+            sets = len(self._sets)
+            self._best = Bar(timing.median_us, launches, job.policy, self._device, sets=sets)
         return replace(tried, timing=timing)
+
+    def _measured(self, launches: Callable[[int], None]) -> tuple[Timing, float | None]:
+        """The time, and what the fastest takes where this one is lost to it."""
+        from fagen.judge.measure import LOST, is_lost, measure
+
+        policy, sets, best = self._job.policy, len(self._sets), self._best
+        if best is None:
+            return measure(launches, policy, self._device, sets=sets), None
+        timing = measure(launches, policy, self._device, sets=sets, give_up_us=best.us)
+        samples = timing.samples_us
+        if len(samples) == policy.samples:
+            return timing, None
+        if len(samples) < len(LOST):  # by more than any device drifts
+            return timing, best.us
+        best_us = best.now_us()
+        if is_lost(samples, best_us):
+            return timing, best_us
+        return measure(launches, policy, self._device, sets=sets), None
 
     def _verified(self, program: Program, runner: Runner, level: Level) -> Tried:
         launch = runner.launch_poisoned
