@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from publish import ROOT, Plain, made, samples, times, without_folders
-from steps import Ended, bare, run_step, workplace, write
+from steps import Ended, bare, end_on_sigterm, run_step, workplace, write
 
 from fagen.config import Config
 from fagen.errors import FagenError
@@ -43,6 +43,7 @@ from fagen.tune.jobs import Confirm, Prepare, Race
 SCHEMA = 1  # of the file; a field that changes its meaning raises it
 WARM_TRIALS = 12
 REPEATS = 5
+NEAR = " neighbour"  # at the end of a shape's name
 KNOWN = 2  # configs of a measured space
 ROUNDS = 21
 
@@ -128,6 +129,8 @@ def _of_run(ended: Ended) -> Plain:
     row: Plain = {"process_s": _short(ended.seconds)}
     if ended.answer is None:
         return row | {"reason": ended.reason}
+    if "winner" not in ended.answer or "seconds" not in ended.answer:
+        return row | {"reason": "Its answer is none of fagen tune."}
     kept = ("tried", "counts", "state", "winner", "winner_us", "default", "default_us")
     return {**row, "tuning_s": _short(ended.answer["seconds"])} | {
         name: ended.answer[name] for name in kept
@@ -143,13 +146,13 @@ def measured(name: str, cell: Cell, run: Running) -> list[Plain]:
             tuned(cell.problem, folder / str(seed), run, "--seed", str(seed))
             for seed in range(run.repeats)
         ]
-        return [_shape(f"{name}", "repeated", cell.problem, runs, best, folder, limit)]
+        return [_shape(name, "repeated", cell.problem, runs, best, folder, limit)]
     cold = tuned(cell.problem, folder, run)
     warm = tuned(cell.neighbour, folder, run, "--trials", str(WARM_TRIALS))
     near = list(dict.fromkeys([*known(cell.neighbour, ""), *best]))
     return [
         _shape(name, "cold", cell.problem, [cold], best, folder, limit),
-        _shape(f"{name} neighbour", "warm", cell.neighbour, [warm], near, folder, limit),
+        _shape(name + NEAR, "warm", cell.neighbour, [warm], near, folder, limit),
     ]
 
 
@@ -205,6 +208,8 @@ def race(job: Plain) -> Plain:
             rejected[key] = f"{tried.status.value}: {tried.reason}"
     entrants = tuple(program for key, (program, _) in programs.items() if key not in rejected)
     reply = bench.race(Race(entrants, ROUNDS, leaving=True))
+    if not reply.programs:
+        raise SystemExit(f"No config can be raced: {rejected or reply.rejected}.")
     stayed = max(len(timing.samples_us) for timing in reply.programs.values())
     whole = [t for t in reply.programs.values() if len(t.samples_us) == stayed]
     fastest = min(whole, key=lambda timing: timing.median_us)
@@ -259,13 +264,17 @@ def main(words: Sequence[str]) -> int:
     except FagenError as error:
         print(error, file=sys.stderr)
         return 1
-    if options.out.exists():
-        document = json.loads(options.out.read_text("utf-8"))
-    else:
-        command = shlex.join(["python", "benchmarks/searches.py", *options.words])
-        clean = None if options.clean is None else options.clean == "yes"
-        document = {"schema": SCHEMA, **made(target, command, options.commit, clean), "shapes": []}
+    command = shlex.join(["python", "benchmarks/searches.py", *options.words])
+    clean = None if options.clean is None else options.clean == "yes"
+    document = {"schema": SCHEMA, **made(target, command, options.commit, clean), "shapes": []}
+    try:
+        document["shapes"] = begun(options.out, document)
+        write(options.out, document)
+    except (OSError, ValueError) as error:
+        print(f"{options.out}: {error}", file=sys.stderr)
+        return 1
     done = {shape["name"] for shape in document["shapes"]}
+    end_on_sigterm()
     with workplace(options.work) as work:
         run = Running(work, bare(work), options.deadline, options.repeats)
         for name in options.cell or CELLS:
@@ -278,15 +287,38 @@ def main(words: Sequence[str]) -> int:
     return 1 if any(_unfinished(shape) for shape in document["shapes"]) else 0
 
 
+def begun(out: Path, now: Plain) -> list[Plain]:
+    """The shapes that a file has already, those that came to nothing left out.
+
+    Raises ValueError for one that was made elsewhere, or is no such file.
+    """
+    if not out.exists():
+        return []
+    found = json.loads(out.read_text("utf-8"))
+    if not isinstance(found, dict) or not isinstance(found.get("shapes"), list):
+        raise ValueError("is no result of searches.py; name another.")
+    for field in ("schema", "device", "versions", "commit"):
+        if found.get(field) != now[field]:
+            raise ValueError(f"has another {field}: {found.get(field)}, not {now[field]}.")
+    failed = {shape["name"].removesuffix(NEAR) for shape in found["shapes"] if _unfinished(shape)}
+    return [s for s in found["shapes"] if s["name"].removesuffix(NEAR) not in failed]
+
+
 def _unfinished(shape: dict[str, Any]) -> bool:
     return "reason" in shape or any("reason" in run for run in shape["runs"])
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return int(text)
 
 
 def _options(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Tune shapes from nothing, and race the winners.")
     parser.add_argument("--out", type=Path, help="the result file")
     parser.add_argument("--cell", choices=CELLS, action="append", help="one or more of them")
-    parser.add_argument("--repeats", type=int, default=REPEATS, help="of a repeated cell")
+    parser.add_argument("--repeats", type=_count, default=REPEATS, help="of a repeated cell")
     parser.add_argument("--deadline", type=float, default=180.0, help="seconds of each step")
     parser.add_argument("--work", type=Path, help="new folder for what steps write, kept")
     parser.add_argument("--commit", help="where git can't tell it")

@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -64,9 +65,12 @@ def run_step(words: Sequence[str], folder: Path, deadline_s: float, root: Path =
     try:
         found = json.loads(out.read_text("utf-8"))
     except ValueError:
-        return Ended(seconds, None, _last_words(err, code), started_at)
+        said = _last_words(err, code) if code else "Its answer is no JSON."
+        return Ended(seconds, None, said, started_at)
     if code != 0:
         return Ended(seconds, None, _last_words(err, code), started_at)
+    if not isinstance(found, dict):
+        return Ended(seconds, None, "Its answer is no JSON object.", started_at)
     return Ended(seconds, found, "", started_at)
 
 
@@ -108,6 +112,11 @@ def _last_words(err: Path, code: int) -> str:
     said = re.sub(r"(/[\w.+-]+)+/", "", lines[-1].strip()) if lines else "it said nothing"
     ended = f"signal {-code}" if code < 0 else f"exit code {code}"
     return f"{ended}: {said[:300]}"
+
+
+def end_on_sigterm() -> None:
+    """As Ctrl-C does, so that the step under way is killed with its children."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 @contextlib.contextmanager

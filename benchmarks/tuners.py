@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from publish import ROOT, made, without_folders
-from steps import Ended, bare, run_step, workplace, write
+from steps import Ended, bare, end_on_sigterm, run_step, workplace, write
 
 from fagen.config import Config
 from fagen.errors import FagenError
@@ -360,6 +360,7 @@ def main(words: Sequence[str]) -> int:
     except FagenError as error:
         print(error, file=sys.stderr)
         return 1
+    end_on_sigterm()
     with workplace(options.work) as work:
         bench = Bench(problem, target, work, options.deadline, options.peers)
         document = head(bench, options)

@@ -373,13 +373,22 @@ def test_a_finalist_that_kills_its_process_is_rejected_and_the_others_race_again
     ]
 
 
-def test_a_race_that_dies_is_noted_and_the_finalists_are_checked() -> None:
+def test_who_kills_the_race_is_refused_and_the_others_race_after_all() -> None:
     one, two = programs(2)
     died = WorkerDied("ended: SIGSEGV", timed_out=False)
-    worker, _ = racing(died, Tried(Status.OK), Tried(Status.WRONG_RESULT))
+    worker, stub = racing(died, Tried(Status.OK), died, raced({one.key: 5}))
     reply = worker.race([one, two], 5, 10.0)
-    assert reply.programs == {} and "SIGSEGV" in reply.note
-    assert {key: t.status for key, t in reply.rejected.items()} == {two.key: Status.WRONG_RESULT}
+    assert (list(reply.programs), reply.note) == ([one.key], "")
+    assert {key: t.status for key, t in reply.rejected.items()} == {two.key: Status.CRASHED}
+    assert stub.jobs[-1] == Race((one,), 5, leaving=True)
+
+
+def test_a_race_that_dies_with_nobody_to_blame_is_noted() -> None:
+    died = WorkerDied("ended: SIGSEGV", timed_out=False)
+    worker, stub = racing(died, Tried(Status.OK))
+    reply = worker.race(programs(1), 5, 10.0)
+    assert (reply.programs, reply.rejected) == ({}, {}) and "SIGSEGV" in reply.note
+    assert [type(job) for job in stub.jobs].count(Race) == 1
 
 
 def test_the_interpreter_gets_a_twin_in_a_dtype_it_computes_right() -> None:

@@ -11,7 +11,7 @@ import pytest
 from fagen.config import Config
 from fagen.generate.families import FAMILIES
 from fagen.generate.model import LAUNCH_US, predict_us
-from fagen.generate.space import SearchSpace
+from fagen.generate.space import SearchSpace, seeds_of
 from fagen.outcome import Built, KernelFacts
 from fagen.problem import Problem, make_problem
 from fagen.target import Target, preset
@@ -256,3 +256,36 @@ def test_a_prediction_takes_no_longer_for_a_long_sequence(family: str):
     assert time.perf_counter() - started < 1.0
     half = predict_us(make_problem(2**30, 128, causal=True), preset("h200"), config, None)
     assert long == pytest.approx(4 * half, rel=0.02)
+
+
+@pytest.mark.parametrize("target", ["h200", "a100", "l40s", "b200"])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_the_default_in_fp32_is_one_that_spills_least_there(target: str, head_dim: int) -> None:
+    problem = make_problem(2048, head_dim, dtype="fp32")
+    first = seeds_of(problem, preset(target))[0].knobs
+    assert first.loads == "pointer"  # what TMA brings is held in registers, all of it
+    if target == "h200":
+        assert (first.block_m, first.num_warps, first.rescale_skip) == (64, 8, "branch")
+    elif head_dim <= 128:
+        assert (first.block_m, first.num_warps, first.num_stages) == (16, 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "packed"),
+    [
+        ({"seq": 1, "heads": 32, "kv_heads": 8}, True),
+        ({"seq": 16, "heads": 32, "kv_heads": 8}, True),
+        ({"seq": 1, "heads": 24, "kv_heads": 8}, False),  # of three heads none are packed
+        ({"seq": 64, "heads": 8}, False),
+    ],
+)
+def test_few_queries_start_in_tiles_of_one_group(words: dict[str, int], packed: bool) -> None:
+    problem = make_problem(head_dim=128, seq_kv=8192, **words)
+    first = seeds_of(problem, preset("h200"))[0]
+    assert (first.family, first.knobs.block_m, first.knobs.pack_heads) == ("flash_ws", 64, packed)
+
+
+def test_queries_that_fill_more_than_one_group_are_packed_in_taller_tiles() -> None:
+    problem = make_problem(16, 128, seq_kv=8192, batch=16, heads=64, kv_heads=4)
+    first = seeds_of(problem, preset("h200"))[0]
+    assert first.knobs.pack_heads and first.knobs.block_m > 64

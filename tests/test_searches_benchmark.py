@@ -178,6 +178,42 @@ def test_runs_are_kept_with_their_share_and_a_cell_is_not_run_twice(
     assert "It took more than 180 s." in page
 
 
+def test_a_file_of_elsewhere_is_not_gone_on_with_and_what_failed_is_run_again(
+    searches: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    asked: list[list[str]] = []
+    monkeypatch.setattr(searches, "CELLS", {"again": searches.Cell(PROBLEM)})
+    monkeypatch.setattr(searches, "known", lambda problem, space: [BEST])
+    monkeypatch.setattr(searches, "detect", lambda: H200)
+    monkeypatch.setattr(searches, "run_step", lambda *_: searches.Ended(9.0, None, "no time"))
+    out = tmp_path / "found.json"
+    words = ["--out", str(out), "--repeats", "2", "--clean", "yes", "--commit"]
+    assert searches.main([*words, "abc"]) == 1
+    before = out.read_bytes()
+    assert searches.main([*words, "def"]) == 1
+    assert "another commit" in capsys.readouterr().err and out.read_bytes() == before
+    monkeypatch.setattr(searches, "detect", lambda: preset("b200"))
+    assert searches.main([*words, "abc"]) == 1
+    assert "another device" in capsys.readouterr().err and out.read_bytes() == before
+    monkeypatch.setattr(searches, "detect", lambda: H200)
+    monkeypatch.setattr(searches, "run_step", answers(searches, asked))
+    assert searches.main([*words, "abc"]) == 0
+    [shape] = json.loads(out.read_text(encoding="utf-8"))["shapes"]
+    assert [run["share"] for run in shape["runs"]] == [0.99, 1.0]
+    for text, said in (("{", "Expecting"), ("[]", "no result of searches.py")):
+        out.write_text(text, encoding="utf-8")
+        assert searches.main([*words, "abc"]) == 1
+        assert said in capsys.readouterr().err and out.read_text(encoding="utf-8") == text
+    asked.clear()
+    assert searches.main(["--out", str(tmp_path / "none" / "x.json")]) == 1
+    assert asked == [] and "No such file" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        searches.main(["--out", str(out), "--repeats", "0"])
+
+
 def test_runs_use_a_fagen_with_which_nothing_ships(searches: ModuleType, tmp_path: Path):
     code = """
 import fagen, json

@@ -16,6 +16,7 @@ from fagen.cli.main import main as cli
 from fagen.config import Config
 from fagen.generate.families import FAMILIES, config_from_dict
 from fagen.generate.render import render
+from fagen.generate.space import SearchSpace
 from fagen.outcome import GATE, Check, Outcome, Status, Timing, Verdict
 from fagen.problem import Problem, make_problem, problem_from_dict
 from fagen.records import Plan, Records
@@ -23,6 +24,8 @@ from fagen.serve import library
 from fagen.serve.place import Place
 from fagen.target import Target, Toolchain, preset, toolchain
 from fagen.tune.ledger import Ledger
+from fagen.tune.tuner import run
+from fakes import FakeShop
 from serve_fixtures import FakeMachine
 from tuning_db import exchange
 
@@ -280,6 +283,18 @@ def test_what_ships_for_a_shape_is_a_seed_of_its_tuning_and_stays_until_it_is_be
     tuned(tmp_path / "own.db", us={SLOW: 1.0})
     with Records.open(str(tmp_path / "own.db"), "write", config_from_dict) as records:
         assert Ledger(records, SHORT, H200, toolchain()).incumbent() == SLOW
+
+
+def test_a_run_of_one_trial_tries_what_ships(
+    ship: ModuleType, tmp_path: Path, shipped: Path
+) -> None:
+    written(ship, shipped / "h200.jsonl", tuned(tmp_path / "a.db"))
+    space = SearchSpace.of(SHORT, H200)
+    assert space.seeds[0] != FAST
+    with Records.open(str(tmp_path / "own.db"), "write", config_from_dict) as records:
+        shop = FakeShop(ledger=Ledger(records, SHORT, H200, toolchain()))
+        result = run(replace(shop.plan(space, trials=1), problem=SHORT, target=H200))
+    assert result.winner is not None and result.winner.config == FAST
 
 
 def test_get_and_why_name_a_shipped_record_and_its_time(

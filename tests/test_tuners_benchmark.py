@@ -324,7 +324,8 @@ child.wait()
     [
         ("raise ValueError('no file /home/me/it.py here')", "exit code 1: ValueError: no file"),
         ("import os; os.kill(os.getpid(), 11)", "signal 11: it said nothing"),
-        ("print('not JSON')", "exit code 0: it said nothing"),
+        ("print('not JSON')", "Its answer is no JSON."),
+        ("print('1')", "Its answer is no JSON object."),
         ("print('{}'); raise SystemExit(3)", "exit code 3: it said nothing"),
     ],
 )

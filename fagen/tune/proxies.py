@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -59,25 +58,29 @@ class GpuWorker:
         return tried
 
     def race(self, programs: list[Program], rounds: int, seconds: float) -> RaceReply:
-        """Who is still in the race at its end is checked as a finalist. If one is refused there,
-        all are checked, and those that are right race again: who left may have left for it."""
+        """Who is still in the race at its end is checked as a finalist, or all where there was
+        none. If one is refused, the others are checked, too, and those that are right race again:
+        who left may have left for a wrong one."""
         until = time.monotonic() + seconds
         rejected: dict[str, Tried] = {}
+        reply = self._raced(programs, rounds, until)
+        first = stayed(programs, reply) or programs
         try:
-            reply = self._raced(programs, rounds, until)
-            self._check(stayed(programs, reply), rejected)
+            self._check(first, rejected)
             if rejected:
-                self._check([p for p in programs if p.key not in rejected], rejected)
-                reply = self._raced([p for p in programs if p.key not in rejected], rounds, until)
-        except (FagenError, JobFailed) as error:
-            with contextlib.suppress(FagenError):  # where no process comes up any more
-                self._check([p for p in programs if p.key not in rejected], rejected)
-            return RaceReply(rejected=rejected, note=f"No race: {error}")
+                self._check([p for p in programs if p not in first], rejected)
+                right = [p for p in programs if p.key not in rejected]
+                reply = self._raced(right, rounds, until)
+        except FagenError as error:  # no process comes up any more
+            reply = RaceReply(note=f"No race: {error}")
         return replace(reply, rejected={**reply.rejected, **rejected})
 
     def _raced(self, programs: list[Program], rounds: int, until: float) -> RaceReply:
         limit = max(LEAST_RACE_S, until - time.monotonic())
-        reply: RaceReply = self._call(Race(tuple(programs), rounds, leaving=True), limit)
+        try:
+            reply: RaceReply = self._call(Race(tuple(programs), rounds, leaving=True), limit)
+        except (FagenError, JobFailed) as error:
+            return RaceReply(note=f"No race: {error}")
         return reply
 
     def _check(self, programs: list[Program], rejected: dict[str, Tried]) -> None:

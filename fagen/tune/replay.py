@@ -17,6 +17,7 @@ from typing import Protocol
 from fagen.config import Config
 from fagen.generate.model import predict_us
 from fagen.generate.space import SearchSpace, seeds_of
+from fagen.outcome import Status
 from fagen.records.dataset import Dataset, Measured
 from fagen.tune.finale import FINALISTS
 from fagen.tune.pipeline import AHEAD
@@ -188,7 +189,9 @@ def _share(course: Course, values: dict[Config, float]) -> float:
 
 def _may_be_picked(course: Course, config: Config) -> bool:
     row = course.rows[config]
-    return row.right or (row.true_us is not None and row.true_us >= course.optimum_us)
+    if row.status is not Status.SLOWER or row.true_us is None:
+        return row.right
+    return row.true_us >= course.optimum_us
 
 
 class _Shop:

@@ -218,11 +218,12 @@ def _opened(plan: Plan) -> _Run:
     changed = [o for o in known if o not in current and o.median_us is not None]
     changed.sort(key=lambda o: (o.median_us or 0.0, o.config.key))
     near = [*(o.config for o in changed), *plan.ledger.neighbours()]
-    seeds = [*(o.config for o in again), *starting_points(space, known, near)]
+    incumbent = plan.ledger.incumbent()
+    served = [incumbent] if incumbent in valid else []  # before the default: of a short run all
+    seeds = [*(o.config for o in again), *served, *starting_points(space, known, near)]
     values = [(o.config, value_of(o, timed=plan.timed)) for o in done]
     estimate = cache(plan.predict)  # of every config, by the search and by its sampler
     search = Search(space, plan.seed, values, trials=plan.trials, seeds=seeds, prior=estimate)
-    incumbent = plan.ledger.incumbent()
     sizes = len(space.configs), len(done), plan.trials
     plan.on_event(
         events.Started(plan.problem, plan.target, plan.timed, *sizes, plan.timeout_s, space.cuts)

@@ -166,7 +166,7 @@ def why_unsupported(problem: Problem, target: Target) -> str | None:
 def seeds(problem: Problem, target: Target) -> list[Knobs]:
     mask = "split" if problem.features.causal == "none" else "longest_first"
     if problem.shape.dtype == "fp32":
-        return _seeds_fp32(problem, mask)
+        return _seeds_fp32(problem, target, mask)
     small = [
         Knobs(16, 64, 4, 2, mask=mask),
         Knobs(16, 32, 4, 2, mask=mask),
@@ -191,20 +191,23 @@ def seeds(problem: Problem, target: Target) -> list[Knobs]:
     return [*tma, Knobs(128, 64, 8, 3, mask=mask), Knobs(128, 64, 8, 2, mask=mask), *small]
 
 
-def _seeds_fp32(problem: Problem, mask: str) -> list[Knobs]:
-    """Best at D128 N2048 full, one H200 (benchmarks/spaces/fp32.jsonl.gz). With a threshold none
-    spills up to D256 (sm_90, both masks); without one 40 to 80 KB a thread do above D128."""
+def _seeds_fp32(problem: Problem, target: Target, mask: str) -> list[Knobs]:
+    """The first two are best at D128 N2048 full on one H200 (benchmarks/spaces/fp32.jsonl.gz).
+
+    sm_90, both masks, compiled: with a threshold at most 2 KB a thread spill up to D256; without
+    one 40 to 80 KB above D128. Elsewhere (sm_89, sm_100) `wide` spills 1 to 4 KB at D128, and
+    `small` nothing.
+    """
     wide = Knobs(64, 32, 8, 2, mask=mask, rescale_tau=8.0, rescale_skip="branch")
     narrow = replace(wide, block_m=16, num_warps=4)
-    first, second = (narrow, wide) if problem.shape.seq_q <= 16 else (wide, narrow)
-    return [
-        first,
-        replace(wide, mask="every_tile", rescale_tau=0.0, rescale_skip="never"),
-        replace(wide, loop="rotate_s"),
-        replace(wide, mask="every_tile", num_stages=3),
-        second,
-        replace(narrow, num_stages=1, rescale_tau=0.0, rescale_skip="never"),
-    ]
+    small = Knobs(16, 32, 4, 1, mask=mask)
+    bare = replace(wide, mask="every_tile", rescale_tau=0.0, rescale_skip="never")
+    if target.arch != 90:
+        return [small, narrow, wide, bare]
+    if max(problem.shape.head_dim, problem.shape.head_dim_v) > 128:
+        return [narrow, wide] if problem.shape.seq_q <= 16 else [wide, narrow]
+    found = [wide, bare, replace(wide, loop="rotate_s"), replace(bare, num_stages=3), narrow]
+    return [narrow, *found, small] if problem.shape.seq_q <= 16 else [*found, small]
 
 
 def context(problem: Problem, knobs: Knobs) -> dict[str, Any]:

@@ -18,6 +18,7 @@ NAME = "flash_ws"
 TEMPLATE = "flash_ws.py.j2"
 
 ROWS = 64  # of a consumer group: the rows of one wgmma
+PACKS = (2, 4, 8, 16, 32, 64)  # heads in a tile of packed ones
 PACKED_ROWS = 1024  # queries; above, tiles of one head are at least 0.94 full
 OTHER_REGISTERS = 32  # three groups with 24 left, D80 and 128 keys: every wgmma waits (Triton 3.6)
 # Up to here four groups win at D64, under a causal mask up to twice as many keys; up to half as
@@ -195,7 +196,7 @@ CONSTRAINTS: tuple[Constraint, ...] = (
     Constraint(
         "packing_needs_groups",
         "Heads are packed where 2, 4, 8 ... 64 of them share keys.",
-        lambda p, t, k: not k.pack_heads or _pack(p, k) in (2, 4, 8, 16, 32, 64),
+        lambda p, t, k: not k.pack_heads or _pack(p, k) in PACKS,
     ),
     Constraint(
         "packing_fills_tiles",
@@ -301,7 +302,6 @@ def seeds(problem: Problem, target: Target) -> list[Knobs]:
     few = [
         k for k in _few_queries(problem) if all(r.holds(problem, target, k) for r in CONSTRAINTS)
     ]
-    few = [k for k in few if k.pack_heads == few[0].pack_heads]
     if few:
         return [*few[:2], replace(few[0], claim="early"), replace(few[0], rescale_tau=8.0)]
     chosen = _seeds(problem)
@@ -333,8 +333,10 @@ def _few_queries(problem: Problem) -> list[Knobs]:
     8192 keys, D128, one H200: 123 us packed, with whatever else, at 4.35 TB/s; 199 to 217 not
     packed; 206 the best of the portable families (benchmarks/spaces/decode.jsonl.gz)."""
     shape = problem.shape
-    alike = max(1, shape.heads_q // max(1, shape.heads_kv))
-    packs = [pack for pack in (True, False) if shape.seq_q * (alike if pack else 1) <= ROWS]
+    alike = shape.heads_q // max(1, shape.heads_kv)
+    packed = alike in PACKS
+    if shape.seq_q * (alike if packed else 1) > ROWS:
+        return []
     return [
         Knobs(
             ROWS,
@@ -343,9 +345,8 @@ def _few_queries(problem: Problem) -> list[Knobs]:
             "finish",
             output=output,
             rescale="under_scores",
-            pack_heads=pack,
+            pack_heads=packed,
         )
-        for pack in packs
         for output in ("stores", "tma")
         for keys in (64, 128)
         for slots in (2, 3, 4)
