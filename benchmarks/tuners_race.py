@@ -23,11 +23,11 @@ import fagen
 from fagen.judge.cases import target_cases
 from fagen.judge.measure import LaunchSet, MeasurePolicy, one_line, race
 from fagen.judge.peers import draw_inputs, peers
-from fagen.judge.peers.base import Peer
 from fagen.judge.trial import KINDS, prepare
 from fagen.outcome import Check, Timing, Verdict
 from fagen.problem import Problem, make_problem
 from fagen.report.bench import ratio
+from fagen.serve.compare import peer_launch
 from fagen.target import detect
 
 ROUNDS = 21
@@ -82,7 +82,7 @@ def raced(job: Plain, names: Sequence[str], device: torch.device, l2_bytes: int)
         sets = [draw_inputs(problem, device, seed) for seed in range(count)]
         found, missing = peers(problem, device, job["peers"], sets[0])
         launches, failed = _launches(job, names, sets)
-        launches |= {name: _peer_launch(peer, problem, sets) for name, peer in found.items()}
+        launches |= {name: peer_launch(peer, problem, sets) for name, peer in found.items()}
         timings = race(launches, policy, ROUNDS, device=device, sets=count, failed=failed)
     ours = timings.get("fagen")
     return {
@@ -115,15 +115,6 @@ def _launch(attend: Attend, sets: list[Inputs]) -> LaunchSet:
 
     def launch(number: int) -> None:
         attend(*sets[number])
-
-    return launch
-
-
-def _peer_launch(peer: Peer, problem: Problem, sets: list[Inputs]) -> LaunchSet:
-    scale = problem.shape.head_dim**-0.5
-
-    def launch(number: int) -> None:
-        peer(*sets[number], scale)
 
     return launch
 

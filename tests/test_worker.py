@@ -13,7 +13,7 @@ import pytest
 from fagen.generate.program import Program
 from fagen.judge.measure import Bar, MeasurePolicy
 from fagen.judge.reference import baseline
-from fagen.outcome import Outcome, Status
+from fagen.outcome import Outcome, Status, Timing
 from fagen.problem import make_problem
 from fagen.target import preset
 from fagen.tune.jobs import Confirm, Prepare, Race, TryProgram
@@ -216,6 +216,23 @@ def test_the_race_times_programs_and_peers_in_turns_and_names_the_missing(
     assert not any(name.startswith(("eager", "sdpa-math")) for name in reply.peers)
     assert any(name.startswith("sdpa-cudnn") for name in reply.missing)
     assert not set(reply.peers) & set(reply.missing)
+
+
+def test_programs_alone_are_who_others_may_leave_a_race_for(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads(monkeypatch, attend, attend)
+    asked: list[Any] = []
+
+    def race(contestants: dict[str, Any], *_: Any, rivals: Any, **__: Any) -> dict[str, Timing]:
+        asked.append(set(rivals))
+        return {name: Timing((1.0,), "fake timer") for name in contestants}
+
+    monkeypatch.setattr("fagen.judge.measure.race", race)
+    both = (program(0), program(1))
+    assert len(bench.race(Race(both, 4, leaving=True)).peers) > 0
+    bench.race(Race(both, 4))
+    assert asked == [{p.key for p in both}, set()]
 
 
 # R05

@@ -72,7 +72,7 @@ def compare(
         chosen = STANDARD if backends is None else backends
         found, missing = peers(problem, where, chosen, sets[0])
         launches = {KERNEL: _kernel_launch(kernel, sets)}
-        launches |= {name: _peer_launch(peer, problem, sets) for name, peer in found.items()}
+        launches |= {name: peer_launch(peer, problem, sets) for name, peer in found.items()}
         timings = race(
             launches, policy, rounds, device=where, sets=count, clock=clock, failed=failed
         )
@@ -92,7 +92,7 @@ def _kernel_launch(kernel: Kernel, sets: list[Inputs]) -> LaunchSet:
     return launch
 
 
-def _peer_launch(peer: Peer, problem: Problem, sets: list[Inputs]) -> LaunchSet:
+def peer_launch(peer: Peer, problem: Problem, sets: list[Inputs]) -> LaunchSet:
     scale = problem.shape.head_dim**-0.5
 
     def launch(number: int) -> None:

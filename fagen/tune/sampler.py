@@ -21,7 +21,7 @@ from optuna.trial import FrozenTrial, TrialState
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
 
-# Chosen on the measured spaces (docs/search.md).
+# Chosen on the two measured spaces of D128, and kept on the others (docs/search.md).
 REACH = 3.0  # knobs in which two configs differ until they have 1/e of the correlation in common
 SHARED = 0.3  # of the estimate's error, what a whole family has in common
 NOISE = 0.02  # variance of one measurement, as a share of the variance of the estimate's errors

@@ -194,7 +194,7 @@ def seeds(problem: Problem, target: Target) -> list[Knobs]:
 def _seeds_fp32(problem: Problem, target: Target, mask: str) -> list[Knobs]:
     """The first two are best at D128 N2048 full on one H200 (benchmarks/spaces/fp32.jsonl.gz).
 
-    sm_90, both masks, compiled: with a threshold at most 2 KB a thread spill up to D256; without
+    sm_90, both masks, compiled: with a threshold at most 2.4 KB a thread spill up to D256; without
     one 40 to 80 KB above D128. Elsewhere (sm_89, sm_100) `wide` spills 1 to 4 KB at D128, and
     `small` nothing.
     """
