@@ -2,7 +2,7 @@
 
 python benchmarks/tuners_helion.py JOB.json     tune it, and print what was chosen as JSON
 
-Needs helion (1.5.1 is what this was written for) and what its search imports: scikit-learn.
+Needs helion (1.5.0 is what ran, with torch 2.11) and what its search imports: scikit-learn.
 Imports nothing of fagen.
 """
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import re
+import runpy
 import subprocess
+import sys
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from fagen import driver
 from fagen.errors import NoDevice, NoTriton, UnknownTarget
 from fagen.keys import key_of
 
@@ -79,69 +82,80 @@ def preset(name: str) -> Target:
 
 def detect(device: int | str | None = None) -> Target:
     """The target of a CUDA device, by default the current one. Raises NoDevice."""
-    if importlib.util.find_spec("torch") is None:
-        raise NoDevice("torch is not installed.", "Install torch, or name a --target.")
-    import torch
-
-    if not torch.cuda.is_available():
-        built = torch.version.cuda is not None
-        why = "no CUDA device is visible" if built else "this torch is built without CUDA"
-        raise NoDevice(
-            f"No GPU: {why}.",
-            "To work offline name a target (fagen show --target h200); see also: fagen doctor",
-        )
-    index = _index_of(device)
-    if not 0 <= index < torch.cuda.device_count():
-        raise NoDevice(
-            f"Device {device!r} does not exist; {torch.cuda.device_count()} visible.",
-            "Use --device 0.",
-        )
-    facts = torch.cuda.get_device_properties(index)
-    like = _like(facts.name, facts.major * 10 + facts.minor)
+    facts = _facts(device)
+    arch = facts.major * 10 + facts.minor
+    like = _like(facts.name, arch)
     per_sm = like.tensor_tflops / like.sm_count
     return replace(
         like,
         name=facts.name,
-        arch=facts.major * 10 + facts.minor,
-        sm_count=facts.multi_processor_count,
-        shared_bytes=getattr(facts, "shared_memory_per_block_optin", like.shared_bytes),
-        registers_sm=getattr(facts, "regs_per_multiprocessor", like.registers_sm),
-        l2_bytes=facts.L2_cache_size,
-        tensor_tflops=per_sm * facts.multi_processor_count,
+        arch=arch,
+        sm_count=facts.sm_count,
+        shared_bytes=facts.shared_bytes,
+        registers_sm=facts.registers_sm,
+        l2_bytes=facts.l2_bytes,
+        tensor_tflops=per_sm * facts.sm_count,
         mig=_mig_profile(facts.name),
     )
 
 
-def torch_build() -> tuple[str, str | None] | None:
-    """torch's version and the CUDA that it is built for, if any; None when it is missing."""
-    if importlib.util.find_spec("torch") is None:
-        return None
-    import torch
-
-    return str(torch.__version__), torch.version.cuda
-
-
 def cuda_name(device: int | str | None = None) -> tuple[str, str]:
-    """torch's name of a device that `detect` found, and the card's UUID ("" if unknown)."""
-    import torch
+    """torch's name of a device, and the card's UUID. Raises NoDevice."""
+    facts = _facts(device)
+    return f"cuda:{_index_of(device)}", facts.uuid
 
+
+def _facts(device: int | str | None) -> driver.Device:
+    visible = _visible()
     index = _index_of(device)
-    return f"cuda:{index}", str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))
+    if index >= len(visible):
+        raise NoDevice(
+            f"Device {device!r} does not exist; {len(visible)} visible.", "Use --device 0."
+        )
+    return visible[index]
+
+
+def _visible() -> tuple[driver.Device, ...]:
+    """At least one GPU. Raises NoDevice."""
+    build = torch_build()
+    if build is None:
+        raise NoDevice("torch is not installed.", "Install torch, or name a --target.")
+    why = "no CUDA device is visible"
+    if build[1] is None:
+        why = "this torch is built without CUDA"
+    else:
+        try:
+            if found := driver.devices():
+                return found
+        except driver.NoDriver as error:
+            why = str(error)
+    raise NoDevice(
+        f"No GPU: {why}.",
+        "To work offline name a target (fagen show --target h200); see also: fagen doctor",
+    )
+
+
+def torch_build() -> tuple[str, str | None] | None:
+    """torch's version and the CUDA that it is built for, if any; None when it is missing.
+
+    Its import takes 3 s, so its file is read.
+    """
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    said = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
+    return str(said["__version__"]), said["cuda"]
 
 
 def _index_of(device: int | str | None) -> int:
-    import torch
-
-    if device is None:
-        return torch.cuda.current_device()
-    text = str(device)
-    try:
-        named = torch.device(f"cuda:{text}" if text.isdigit() else text)
-    except RuntimeError:
-        named = torch.device("cpu")
-    if named.type != "cuda":
+    text = "cuda" if device is None else str(device)
+    named = re.fullmatch(r"(cuda:)?(\d+)", text)
+    if named is not None:
+        return int(named.group(2))
+    if text != "cuda":
         raise NoDevice(f"{text!r} is no CUDA device.", "Use --device 0.")
-    return torch.cuda.current_device() if named.index is None else named.index
+    torch = sys.modules.get("torch")  # without it nobody has chosen one
+    return torch.cuda.current_device() if torch is not None else 0
 
 
 def _like(name: str, arch: int) -> Target:

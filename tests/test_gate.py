@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from fagen.judge import verify
 from fagen.judge.arena import LAYOUTS, make_input, sealed
-from fagen.judge.cases import cases, target_cases
-from fagen.judge.trial import FAR_OFF, KINDS
+from fagen.judge.cases import Case, cases, target_cases
+from fagen.judge.trial import FAR_OFF, KINDS, Prepared
 from fagen.judge.verify import Gate, why_inexact
 from fagen.outcome import Check, Verdict
 from fagen.problem import Problem, make_problem
@@ -67,6 +69,28 @@ def test_exact_launches_of_other_tiles_pass(tile: tuple[int, int], head_dim: int
     problem = small_problem("top_left", "bf16", head_dim=head_dim, head_dim_v=24)
     verdict = Gate(problem, CPU).check(Tiled(problem, tile=tile), tile, {}, level="quick")
     assert verdict.passed, failed(verdict)
+
+
+def test_what_was_made_ready_has_guards_as_wide_as_the_largest_tile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[tuple[str, int]] = []
+    plain = verify.prepare
+
+    def prepare(case: Case, problem: Problem, device: Any, gap: int, home: Any) -> Prepared:
+        made.append((case.name, gap))
+        return plain(case, problem, device, gap, home)
+
+    monkeypatch.setattr(verify, "prepare", prepare)
+    problem = small_problem()
+    gate = Gate(problem, CPU)
+    gate.make_ready((16, 32))
+    targets = [case.name for case in target_cases(problem)]
+    assert made == [(name, 32) for name in targets]
+    for tile, gap in (((32, 16), 32), ((16, 64), 64), ((32, 32), 64)):
+        assert gate.check(Tiled(problem, tile=tile), tile, {}, level="full").passed
+        latest = dict(made)
+        assert {latest[name] for name in targets} == {gap}
 
 
 # T01
@@ -294,7 +318,8 @@ def test_a_truth_too_dear_is_taken_of_patches(monkeypatch: pytest.MonkeyPatch) -
     right = Tiled(problem)
     verdict = gate.check(right, TILE, {}, level="full")
     assert verdict.passed, failed(verdict)
-    kept = gate._kept[target_cases(problem)[0]].right
+    _, ready = gate._kept[target_cases(problem)[0]]
+    kept = ready.right
     assert kept.patches is not None
     assert kept.o.shape == (len(kept.patches), trial.PATCH_ROWS, 16)
 

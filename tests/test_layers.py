@@ -22,13 +22,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "show": {"words", "generate", "run", "judge", "store", "tune", "serve", "show", "door"},
     "door": {"words", "generate", "run", "judge", "store", "tune", "serve", "show", "door"},
 }
-WORDS = {"errors", "settings", "keys", "problem", "target", "config", "outcome"}
+WORDS = {"errors", "settings", "keys", "problem", "target", "driver", "config", "outcome"}
 SHOW = {"report", "cli", "doctor", "analysis", "rerun", "testing"}
 
 # Module, or package with a dot at its end -> the third-party libraries that it may import.
 LIBRARIES: dict[str, set[str]] = {
     "fagen.settings": {"platformdirs"},
-    "fagen.target": {"torch"},
     "fagen.generate.render": {"jinja2"},
     "fagen.generate.build": {"triton"},
     "fagen.generate.descriptors": {"triton"},

@@ -9,6 +9,8 @@ import sys
 import textwrap
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
@@ -30,17 +32,19 @@ from fagen.errors import (
 )
 from fagen.generate.families import config_from_dict
 from fagen.generate.program import Program
+from fagen.generate.space import SearchSpace
 from fagen.outcome import GATE, Built, KernelFacts, Outcome, Status, Timing
 from fagen.problem import Problem
 from fagen.records import Records
 from fagen.report.tuning import tune_lines
 from fagen.target import Toolchain, preset
 from fagen.tune import events
-from fagen.tune.finale import FINALISTS
+from fagen.tune.finale import FINALISTS, how_many
 from fagen.tune.jobs import BuildReply, RaceReply, Tried
 from fagen.tune.ledger import Ledger
 from fagen.tune.plan import Plan
 from fagen.tune.result import Final, Finale, choose, finalists
+from fagen.tune.seeding import in_any_case
 from fagen.tune.signals import Terminated
 from fagen.tune.tuner import run, tune
 from fakes import (
@@ -460,6 +464,16 @@ def test_finalists_are_distinct_sources_with_default_and_incumbent() -> None:
     assert picked[2].config == configs[5] and picked[3].config == configs[7]
 
 
+@pytest.mark.parametrize(("trials", "most"), [(0, 4), (12, 4), (20, 6), (36, 12), (256, 12)])
+def test_a_short_run_has_few_finalists(trials: int, most: int) -> None:
+    assert how_many(trials) == most
+    if trials == 12:
+        shop = FakeShop()
+        run(shop.plan(trials=trials))
+        [raced] = shop.worker.raced
+        assert most <= len(raced) <= most + 1  # the default
+
+
 # T07 and resume: what the budgets mean.
 
 
@@ -598,6 +612,41 @@ def test_neighbours_winners_are_tried_right_after_the_default() -> None:
     shop = FakeShop(ledger=FakeLedger(near=[near]))
     run(shop.plan(trials=3))
     assert shop.worker.tried[:2] == [full_space().seeds[0], near]
+
+
+def test_seeds_and_neighbours_are_built_before_the_space_is_known(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path, near = str(tmp_path / "t.db"), full_space().configs[123]
+    wider = replace(PROBLEM, shape=replace(PROBLEM.shape, batch=2))
+    only = replace(small_space(1), configs=(near,), seeds=(near,))
+    with Records.open(path, "write", config_from_dict) as records:
+        ledger = Ledger(records, wider, TARGET, TOOLCHAIN)
+        assert run(FakeShop(ledger=ledger).plan(only)).winner is not None
+    asked: list[Config] = []
+
+    class Builder:
+        def submit(self, program: Program) -> None:
+            asked.append(program.config)
+
+    @contextmanager
+    def staff(*_: Any) -> Iterator[Any]:
+        yield (), Builder()
+
+    def space(*_: Any) -> SearchSpace:
+        assert near in asked
+        return full_space()
+
+    monkeypatch.setattr("fagen.tune.tuner.staff", staff)
+    monkeypatch.setattr("fagen.tune.tuner.SearchSpace.of", space)
+    monkeypatch.setattr("fagen.tune.tuner.run", lambda plan: None)
+    tune(PROBLEM, target="h200", db=path)
+    seeds = in_any_case(full_space().seeds)
+    assert asked[: len(seeds)] == seeds and near in asked[len(seeds) :]
+    asked.clear()
+    monkeypatch.setattr("fagen.tune.tuner.SearchSpace.of", lambda *_: full_space())
+    tune(PROBLEM, target="h200", db=path, trials=2)
+    assert asked[:2] == seeds[:2] and len(asked) <= 4
 
 
 # T06: Ctrl-C and SIGTERM, first by exception, then for real.

@@ -118,6 +118,14 @@ class Direct:
         return step
 
 
+def start_driver(device: torch.device) -> None:
+    """What the first load of a kernel would wait for: Triton compiles its driver's C code."""
+    if device.type == "cuda":
+        from triton.runtime import driver
+
+        _ = driver.active.utils
+
+
 def launchable(
     kernel: Any, entry: Entry, constants: list[Any], device: torch.device
 ) -> Launchable:

@@ -15,8 +15,17 @@ from fagen.tune.result import Final, Finale, choose
 # A pass ranks within 1 %, or worse. Most finalists leave the race once it is clear that they are
 # slower: twelve of whom ten leave after eight rounds take as many turns as six that stay.
 FINALISTS = 12
+# A short run's race would take longer than its trials: 8 s for ten finalists of twelve trials that
+# took 4 (bf16 B2 H16 N8192 D128 full, one H200), 4 s for four.
+LEAST_FINALISTS = 4
+TRIALS_A_FINALIST = 3
 # Interleaved rounds: the median's error is a quarter of one sample's.
 RACE_ROUNDS = 21
+
+
+def how_many(trials: int) -> int:
+    """Finalists of a run, beside the default and the incumbent."""
+    return max(LEAST_FINALISTS, min(FINALISTS, trials // TRIALS_A_FINALIST))
 
 
 def race(

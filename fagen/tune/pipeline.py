@@ -8,6 +8,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from fagen.config import Config
 from fagen.errors import WorkerDied
@@ -18,7 +19,9 @@ from fagen.tune.crew import Crew
 from fagen.tune.jobs import BuildReply, Tried, Worker
 from fagen.tune.plan import Plan
 from fagen.tune.result import is_time
-from fagen.tune.search import Search
+
+if TYPE_CHECKING:
+    from fagen.tune.search import Search
 
 # Asked for and not yet told: more would only make the search's knowledge older. A build takes 4 to
 # 6 s of one core and a candidate 0.4 s of the GPU: with eight the GPU waited for half of the time

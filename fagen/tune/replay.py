@@ -19,7 +19,7 @@ from fagen.generate.model import predict_us
 from fagen.generate.space import SearchSpace, seeds_of
 from fagen.outcome import Status
 from fagen.records.dataset import Dataset, Measured
-from fagen.tune.finale import FINALISTS
+from fagen.tune.finale import how_many
 from fagen.tune.pipeline import AHEAD
 from fagen.tune.search import OPTUNAS, Search
 from fagen.tune.seeding import starting_points
@@ -170,19 +170,19 @@ def replay(course: Course, searcher: Searcher, trials: int, seed: int) -> Replay
         searcher.tell(config, value)
         if value is not None:
             values[config] = value
-        found.append(_share(course, values))
+        found.append(_share(course, values, len(found) + 1))
         seconds.append(shop.now)
     return Replayed(tuple(found), tuple(seconds))
 
 
-def _share(course: Course, values: dict[Config, float]) -> float:
-    """Of the optimum, what the race of the finalists would end with: it is near the truth.
+def _share(course: Course, values: dict[Config, float], tried: int) -> float:
+    """Of the optimum, what the race would end with after so many trials: it is near the truth.
 
     What was called slower when it was measured counts, too: as the fastest so far it would have
     been checked. Not so if it is faster than all that are right: it was slower than a wrong one.
     """
     picked = [c for c in values if _may_be_picked(course, c)]
-    finalists = heapq.nsmallest(FINALISTS, picked, key=lambda c: values[c])
+    finalists = heapq.nsmallest(how_many(tried), picked, key=lambda c: values[c])
     times = [t for c in finalists if (t := course.rows[c].true_us) is not None]
     return course.optimum_us / min(times) if times else 0.0
 

@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import Any
+from itertools import islice
+from typing import TYPE_CHECKING, Any
 
 from fagen import settings
 from fagen.config import Config
@@ -23,24 +24,24 @@ from fagen.errors import (
 )
 from fagen.generate.families import config_from_dict
 from fagen.generate.render import render
-from fagen.generate.space import SearchSpace, seeds_of
+from fagen.generate.space import SearchSpace, seeds_of, why_invalid
 from fagen.outcome import Outcome, Status
 from fagen.problem import Problem, make_problem
-from fagen.records import Records
 from fagen.target import Target, toolchain
 from fagen.tune import events
 from fagen.tune.effort import EFFORTS, Effort
-from fagen.tune.finale import FINALISTS, race
+from fagen.tune.finale import how_many, race
 from fagen.tune.jobs import Builder, Renderer
-from fagen.tune.ledger import Ledger
 from fagen.tune.pipeline import LEAST_TRY_S, Pipeline
 from fagen.tune.place import place_of
 from fagen.tune.plan import Plan
 from fagen.tune.result import Finale, State, TuneResult, doubted, finalists, value_of
-from fagen.tune.search import Search
-from fagen.tune.seeding import in_any_case, starting_points
+from fagen.tune.seeding import FROM_NEIGHBOURS, in_any_case, starting_points
 from fagen.tune.signals import Terminated, shielded, terminable
 from fagen.tune.staff import policy_of, staff
+
+if TYPE_CHECKING:
+    from fagen.tune.search import Search
 
 LAST_WAIT_S = 1.0  # for what other devices are about to end when the time is up
 MOST_SECONDS = 10**7  # a third of a year
@@ -88,39 +89,45 @@ def tune(  # noqa: PLR0913  (the words of the command line, each with its defaul
     usual = budget.timeout_s if timed else budget.offline_timeout_s
     seconds = usual if timeout is None else timeout
     renders = partial(render, triton_minor=compiler.triton_minor)
-    with (
-        Records.open(db, "write", config_from_dict) as records,
-        staff(place, renders) as (workers, builder),
-    ):
-        # Both while the children start, and before the GPU is ours alone.
-        _build_seeds(builder, renders, asked, place.target, trials)
-        space = SearchSpace.of(asked, place.target)
-        with place.held(seconds, on_event):
-            return run(
-                Plan(
-                    problem=asked,
-                    target=place.target,
-                    space=space,
-                    ledger=Ledger(records, asked, place.target, compiler),
-                    workers=workers,
-                    builder=builder,
-                    render=renders,
-                    policy=policy_of(place),
-                    timed=timed,
-                    trials=trials,
-                    timeout_s=seconds,
-                    seed=seed,
-                    on_event=on_event,
-                    started=started,
+    with staff(place, renders) as (workers, builder):
+        _build(builder, renders, asked, in_any_case(seeds_of(asked, place.target))[:trials])
+        # Their imports of a second or two, while the children do their own.
+        import fagen.tune.search  # noqa: F401
+        from fagen.records import Records
+        from fagen.tune.ledger import Ledger
+
+        with Records.open(db, "write", config_from_dict) as records:
+            ledger = Ledger(records, asked, place.target, compiler)
+            # Both before the GPU is ours alone.
+            near = (c for c in ledger.neighbours() if not why_invalid(asked, place.target, c))
+            _build(builder, renders, asked, islice(near, min(FROM_NEIGHBOURS, trials)))
+            space = SearchSpace.of(asked, place.target)
+            with place.held(seconds, on_event):
+                return run(
+                    Plan(
+                        problem=asked,
+                        target=place.target,
+                        space=space,
+                        ledger=ledger,
+                        workers=workers,
+                        builder=builder,
+                        render=renders,
+                        policy=policy_of(place),
+                        timed=timed,
+                        trials=trials,
+                        timeout_s=seconds,
+                        seed=seed,
+                        on_event=on_event,
+                        started=started,
+                    )
                 )
-            )
 
 
-def _build_seeds(
-    builder: Builder, renders: Renderer, problem: Problem, target: Target, trials: int
+def _build(
+    builder: Builder, renders: Renderer, problem: Problem, configs: Iterable[Config]
 ) -> None:
-    """Begin what a run builds first: its seeds are known 2 to 3 s before the whole space."""
-    for config in in_any_case(seeds_of(problem, target))[:trials]:
+    """Begin what a run tries first: it is known 2 to 3 s before the whole space."""
+    for config in configs:
         with contextlib.suppress(Exception):  # a config that does not render has a row of its own
             builder.submit(renders(problem, config))
 
@@ -222,6 +229,8 @@ def _opened(plan: Plan) -> _Run:
     served = [incumbent] if incumbent in valid else []  # before the default: of a short run all
     seeds = [*(o.config for o in again), *served, *starting_points(space, known, near)]
     values = [(o.config, value_of(o, timed=plan.timed)) for o in done]
+    from fagen.tune.search import Search  # brings optuna
+
     estimate = cache(plan.predict)  # of every config, by the search and by its sampler
     search = Search(space, plan.seed, values, trials=plan.trials, seeds=seeds, prior=estimate)
     sizes = len(space.configs), len(done), plan.trials
@@ -290,7 +299,8 @@ def _tell(this: _Run, outcome: Outcome) -> None:
 
 def _race_finalists(this: _Run) -> None:
     plan = this.plan
-    outcomes = finalists(this.done, this.default, this.incumbent, FINALISTS) if plan.timed else []
+    most = how_many(plan.trials)
+    outcomes = finalists(this.done, this.default, this.incumbent, most) if plan.timed else []
     if not outcomes:
         return
     this.finale = race(plan, outcomes, this.incumbent, this.default)

@@ -222,9 +222,20 @@ class Bench:
         self._scale = job.problem.shape.head_dim**-0.5
         self._best: Bar | None = None
         self._passed: dict[str, Verdict] = {}  # by the program's key, at level "full"
+        self._make_ready()
         # What is here by now stays. A collection after each candidate took 80 ms of looking
         # through the 180000 objects of torch and Triton, of the 320 ms that a slow one takes.
         gc.freeze()
+
+    def _make_ready(self) -> None:
+        """While the first kernels are still being built."""
+        from fagen.generate.families import family_of
+        from fagen.generate.space import seeds_of
+        from fagen.run.launch import start_driver
+
+        start_driver(self._device)
+        for default in seeds_of(self._job.problem, self._job.target)[:1]:
+            self._gate.make_ready(family_of(default).tile(default.knobs))
 
     def try_program(self, job: TryProgram) -> Tried:
         return _guarded(lambda: self._timed(job.program))

@@ -12,6 +12,7 @@ import torch
 import fagen
 from attention import assert_exact, plain_attention
 from fagen.config import Config
+from fagen.driver import devices
 from fagen.generate.families import flash, kv_outer
 from fagen.generate.render import render
 from fagen.problem import make_problem
@@ -291,3 +292,15 @@ def test_a_call_allocates_what_it_gives_back_alone():
     kernel(q, k, v, return_lse=True)
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before + 3
     assert_exact(o, lse, plain_attention(q, k, v, 128**-0.5), v)
+
+
+def test_the_driver_says_of_every_device_what_torch_says():
+    for index in range(torch.cuda.device_count()):
+        torchs, ours = torch.cuda.get_device_properties(index), devices()[index]
+        assert (ours.name, ours.major, ours.minor) == (torchs.name, torchs.major, torchs.minor)
+        assert ours.sm_count == torchs.multi_processor_count
+        assert ours.l2_bytes == torchs.L2_cache_size
+        assert ours.shared_bytes == torchs.shared_memory_per_block_optin
+        assert ours.registers_sm == torchs.regs_per_multiprocessor
+        assert ours.uuid == str(torchs.uuid)
+    assert len(devices()) == torch.cuda.device_count()
