@@ -275,7 +275,8 @@ def tuners() -> str:
             f"{found['problem']['text'].removeprefix('forward ')} on {device['name']}, "
             f"{found['cores']} cores, torch {versions['torch']}, Triton {versions['triton']}, "
             f"Helion {versions['helion'] or 'not installed'}, {found['date'][:10]}, commit "
-            f"{found['commit']['id']}; a deadline of {found['deadline_s']:g} s for each tuner.",
+            f"{found['commit']['id']}; a deadline of {found['deadline_s']:g} s for each tuner"
+            f"{_budget(found['tuners'])}.",
             _table(
                 [
                     *("tuner", "seconds", "of that tuning", "tried", "failed", "us", "TFLOP/s"),
@@ -285,6 +286,11 @@ def tuners() -> str:
             ),
         ]
     return "\n\n".join(parts) + "\n"
+
+
+def _budget(rows: list[dict[str, Any]]) -> str:
+    told = [row["settings"]["autotune_budget_seconds"] for row in rows if "settings" in row]
+    return f", of which Helion was told {told[0]} as its own budget" if told else ""
 
 
 def _tuner_row(row: dict[str, Any]) -> list[str]:
