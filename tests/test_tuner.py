@@ -614,6 +614,15 @@ def test_neighbours_winners_are_tried_right_after_the_default() -> None:
     assert shop.worker.tried[:2] == [full_space().seeds[0], near]
 
 
+def test_a_short_run_beside_many_neighbours_has_timed_every_family() -> None:
+    space = full_space()
+    near = [c for c in space.configs if c.family == space.seeds[0].family][100:140:10]
+    shop = FakeShop(ledger=FakeLedger(near=near))
+    run(shop.plan(trials=12))
+    assert shop.worker.tried[1:5] == near
+    assert {c.family for c in shop.worker.tried} == {c.family for c in space.configs}
+
+
 def test_seeds_and_neighbours_are_built_before_the_space_is_known(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

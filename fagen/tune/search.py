@@ -27,7 +27,7 @@ from fagen.tune.sampler import EstimateSampler
 VALUES_TIMED = 2  # of every knob that has so many in the space
 COVER_TRIES = 4  # candidates spent on one knob whose other values keep failing
 SEEDED = 0.5  # share of the trials that seeds may take,
-SEEDS_AT_LEAST = 8  # but so many in any case
+SEEDS_AT_LEAST = 12  # but so many in any case
 # After the seeds the turns go round: a neighbour of the best configs; Optuna's choice; a config
 # that gives a knob a value, or a tile a shape, which was not timed. What has nothing to propose
 # leaves its turn to Optuna. On measured spaces neighbours cost nothing where the estimate is
@@ -68,8 +68,8 @@ class Search:
     """`ask` for the next config, `tell` what it was worth; deterministic for a seed and tells.
 
     history: configs that were tried before, with what they were worth. seeds: configs to try
-    first, by default those of the space; they take half of the trials at most, or eight. prior: an
-    estimate of a config's time, above zero. sampler: "estimate", or one of OPTUNAS.
+    first, by default those of the space; they take half of the trials at most, or twelve. prior:
+    an estimate of a config's time, above zero. sampler: "estimate", or one of OPTUNAS.
     """
 
     def __init__(

@@ -18,8 +18,8 @@ def starting_points(
     known: Iterable[Outcome],
     neighbours: Iterable[Config],
 ) -> list[Config]:
-    """The default, neighbouring problems' winners, the best offline ones, the first few seeds of
-    the space, and the first seed of every family, so that even a short run has timed each.
+    """The default, neighbouring problems' winners, the best offline ones, the first seed of every
+    family, so that even a short run has timed each, and the first few seeds of the space.
 
     The estimate's favourites are no seeds: the search itself begins with them.
     """
@@ -38,4 +38,4 @@ def starting_points(
 def in_any_case(seeds: Sequence[Config]) -> list[Config]:
     """Of the space's seeds those that a run starts from whatever is known."""
     firsts = {config.family: config for config in reversed(seeds)}.values()
-    return list(dict.fromkeys([*seeds[:FROM_SPACE], *firsts]))
+    return list(dict.fromkeys([*seeds[:1], *firsts, *seeds[:FROM_SPACE]]))
