@@ -63,7 +63,26 @@ def _torch() -> Finding:
     version, cuda = found
     if cuda is None:
         return Finding("torch", "note", f"{version}, built without CUDA.")
+    why = _why_no_cuda()
+    if why is not None:
+        step = "Install a torch for this driver, or a newer driver."
+        return Finding("torch", "bad", f"{version} can't use the GPU: {why}", step)
     return Finding("torch", "ok", f"{version}, built for CUDA {cuda}.")
+
+
+def _why_no_cuda() -> str | None:
+    """Why torch can't use a GPU that the driver sees."""
+    try:
+        target.detect()
+    except NoDevice:
+        return None
+    import torch
+
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError) as error:
+        return str(error).strip().splitlines()[0]
+    return None
 
 
 def _gpu() -> Finding:

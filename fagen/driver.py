@@ -46,9 +46,10 @@ class NoDriver(Exception):
 def devices() -> tuple[Device, ...]:
     """The visible GPUs in the order in which CUDA, and so torch, counts them. Raises NoDriver."""
     try:
-        return asked(ctypes.CDLL(LIBRARY))
+        library = ctypes.CDLL(LIBRARY)
     except OSError:
         raise NoDriver(f"there is no CUDA driver ({LIBRARY})") from None
+    return asked(library)
 
 
 def asked(library: Any) -> tuple[Device, ...]:
@@ -57,8 +58,11 @@ def asked(library: Any) -> tuple[Device, ...]:
     if code == NO_DEVICE:
         return ()
     _check(library, code)
-    count = _number(library, library.cuDeviceGetCount)
-    return tuple(_device(library, index) for index in range(count))
+    try:
+        count = _number(library, library.cuDeviceGetCount)
+        return tuple(_device(library, index) for index in range(count))
+    except AttributeError as missing:
+        raise NoDriver(f"the CUDA driver is too old: {missing}") from None
 
 
 def _device(library: Any, index: int) -> Device:

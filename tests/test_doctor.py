@@ -21,6 +21,7 @@ def machine(monkeypatch: pytest.MonkeyPatch):
     """A machine where all is well: an H200, CUDA, Triton, a compiler."""
     monkeypatch.setattr(target, "detect", lambda *_: preset("h200"))
     monkeypatch.setattr(target, "torch_build", lambda: ("2.13.0", "13.0"))
+    monkeypatch.setattr("torch.cuda.init", lambda: None)
     monkeypatch.setattr(target, "toolchain", lambda: Toolchain("3.7.1", "12.8.93"))
     monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.delenv("FAGEN_DB")
@@ -52,6 +53,19 @@ def test_without_a_gpu_tuning_works_offline_and_it_says_so(monkeypatch: pytest.M
         "tuning", "note", "works offline; timing needs a GPU."
     )
     assert main(["doctor"]) == 0
+
+
+def test_a_torch_that_cant_use_the_gpu_is_bad_and_says_why(monkeypatch: pytest.MonkeyPatch):
+    def init():
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020).\n.")
+
+    monkeypatch.setattr("torch.cuda.init", init)
+    assert (
+        found("torch").state == "bad" and "too old (found version 12020)." in found("torch").text
+    )
+    assert main(["doctor"]) == 1
+    monkeypatch.setattr(target, "detect", no_gpu)
+    assert found("torch").state == "ok"
 
 
 def test_a_missing_torch_is_bad(monkeypatch: pytest.MonkeyPatch):

@@ -96,6 +96,17 @@ def test_an_error_without_words_is_told_by_its_number() -> None:
         driver.asked(FakeCuda({"cuInit": 803, "cuGetErrorString": 1}))
 
 
+def test_a_driver_that_lacks_a_call_is_too_old() -> None:
+    class Old(FakeCuda):
+        def __getattr__(self, name: str) -> Any:
+            if name == "cuDeviceGetUuid_v2":
+                raise AttributeError(f"undefined symbol: {name}")
+            return super().__getattr__(name)
+
+    with pytest.raises(NoDriver, match=r"too old: .*cuDeviceGetUuid_v2"):
+        driver.asked(Old())
+
+
 def test_a_machine_without_a_driver_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file")
