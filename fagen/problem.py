@@ -109,17 +109,23 @@ class Problem:
 
     @property
     def flops(self) -> int:
-        """2 * pairs * (D + Dv) a head: the two matrix products, masked pairs not counted."""
+        """Of the matrix products, masked pairs not counted: 2 * pairs * (D + Dv) a head forward;
+        backward 2 * pairs * (3 D + 2 Dv), for QK^T once more, dQ, dK, and gV^T, dV."""
         s = self.shape
-        return 2 * self.visible_pairs * (s.head_dim + s.head_dim_v) * s.batch * s.heads_q
+        columns = s.head_dim + s.head_dim_v
+        if self.direction == "backward":
+            columns = 3 * s.head_dim + 2 * s.head_dim_v
+        return 2 * self.visible_pairs * columns * s.batch * s.heads_q
 
     @property
     def io_bytes(self) -> int:
-        """The fewest bytes: q, k, v read once, o and LSE written once."""
+        """The fewest bytes: q, k, v read once, o and LSE written once; backward q, k, v, o, its
+        gradient and LSE read once, three gradients written once."""
         s = self.shape
         q = s.batch * s.heads_q * s.seq_q * (s.head_dim + s.head_dim_v)
         kv = s.batch * s.heads_kv * s.seq_kv * (s.head_dim + s.head_dim_v)
-        return (q + kv) * ITEM_BYTES[s.dtype] + 4 * s.batch * s.heads_q * s.seq_q
+        times = 2 if self.direction == "backward" else 1  # each of q's and kv's rows
+        return times * (q + kv) * ITEM_BYTES[s.dtype] + 4 * s.batch * s.heads_q * s.seq_q
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON; `problem_from_dict` reads it back."""

@@ -143,3 +143,85 @@ def test_autocast_around_it_changes_nothing() -> None:
         wrapped = reference.baseline(q, k, v, Features(), 0.3)
     assert torch.equal(plain[0], wrapped[0])
     assert torch.equal(plain[1], wrapped[1])
+
+
+# Gradients
+
+
+def by_autograd(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, features: Features, scale: float
+) -> list[Tensor]:
+    """torch's derivative of the formula, written with whole score matrices in float64."""
+    leaves = [one.double().requires_grad_() for one in (q, k, v)]
+    ratio = q.shape[1] // k.shape[1]
+    wide_k, wide_v = (one.repeat_interleave(ratio, 1) for one in leaves[1:])
+    s = scale * leaves[0] @ wide_k.transpose(2, 3)
+    row, key = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])[None, :]
+    shift = k.shape[2] - q.shape[2] if features.causal == "bottom_right" else 0
+    seen = torch.ones_like(s, dtype=torch.bool)
+    if features.causal != "none":
+        seen = seen & (key <= row + shift)
+    some = seen.any(-1, keepdim=True)  # the softmax of nothing is NaN, in its derivative too
+    p = torch.softmax(s.masked_fill(~seen & some, -math.inf), -1) * some
+    return list(torch.autograd.grad(p @ wide_v, leaves, g.double()))
+
+
+@pytest.mark.parametrize("scale", [0.3, -0.3, 0.0])
+@pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
+@pytest.mark.parametrize(("seq_q", "seq_kv"), [(7, 7), (3, 9), (9, 3), (1, 1), (1, 6)])
+def test_true_gradients_are_the_formulas(
+    seq_q: int, seq_kv: int, causal: str, scale: float
+) -> None:
+    q, k, v = inputs(seq_q, seq_kv)
+    g = torch.randn(2, 4, seq_q, 5, generator=torch.Generator().manual_seed(1)).half()
+    features = Features(causal)  # type: ignore[arg-type]
+    found = reference.truth_gradients(q, k, v, g, features, scale)
+    for mine, right in zip(found, by_autograd(q, k, v, g, features, scale), strict=True):
+        assert mine.dtype == torch.float64 and mine.shape == right.shape
+        assert torch.allclose(mine, right, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunk", [1, 40, 200])
+def test_chunks_change_no_gradient(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    q, k, v = inputs(9, 7)
+    g, features = torch.randn(2, 4, 9, 5).half(), Features("top_left")
+    whole = reference.truth_gradients(q, k, v, g, features, 0.3)
+    monkeypatch.setattr(reference, "CHUNK_SCORES", chunk)
+    parts = reference.truth_gradients(q, k, v, g, features, 0.3)
+    assert all(torch.allclose(a, b, rtol=1e-13) for a, b in zip(whole, parts, strict=True))
+
+
+@pytest.mark.parametrize(("seq_q", "seq_kv"), [(5, 0), (0, 4)])
+def test_gradients_of_nothing_are_zero(seq_q: int, seq_kv: int) -> None:
+    q, k, v = inputs(seq_q, seq_kv)
+    g = torch.ones(2, 4, seq_q, 5).half()
+    found = reference.truth_gradients(q, k, v, g, Features(), 0.3)
+    assert [one.shape for one in found] == [q.shape, k.shape, v.shape]
+    assert not any(one.any() for one in found)
+
+
+def test_a_row_that_sees_no_key_has_no_part_in_any_gradient() -> None:
+    q, k, v = inputs(9, 3)
+    g, features = torch.randn(2, 4, 9, 5).half(), Features("bottom_right")
+    right = reference.truth_gradients(q, k, v, g, features, 0.3)
+    g[:, :, :6] = math.nan
+    found = reference.truth_gradients(q, k, v, g, features, 0.3)
+    assert not found[0][:, :, :6].any()
+    assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "low", "high"),
+    [(torch.bfloat16, 1e-4, 2e-2), (torch.float16, 1e-5, 3e-3), (torch.float32, 0.0, 1e-6)],
+)
+def test_baseline_gradients_err_as_their_dtype_does(
+    dtype: torch.dtype, low: float, high: float
+) -> None:
+    q, k, v = inputs(40, 50, dtype=dtype)
+    g = torch.randn(2, 4, 40, 5, generator=torch.Generator().manual_seed(2)).to(dtype)
+    right = reference.truth_gradients(q, k, v, g, Features(), 0.3)
+    found = reference.baseline_gradients(q, k, v, g, Features(), 0.3)
+    for mine, one in zip(found, right, strict=True):
+        assert mine.dtype == dtype
+        error = (mine.double() - one).norm() / one.norm()
+        assert low <= error <= high

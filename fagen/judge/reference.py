@@ -1,4 +1,5 @@
-"""The truth: attention in float64, by hand; and the baseline that a kernel must be as good as.
+"""The truth: attention and its gradients in float64, by hand; and the baseline that a kernel must
+be as good as.
 
 torch's fused paths are not the truth (they give NaN for a causal mask with scale <= 0), and plain
 eager attention with low-precision scores is 10 to 80 times too loose a baseline.
@@ -56,6 +57,27 @@ def baseline_patch(
     """`baseline` of some query rows."""
     o, lse = _attend(q, k, v, features, scale, _Numbers(torch.float32, q.dtype), rows)
     return o.to(q.dtype), lse
+
+
+def truth_gradients(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, features: Features, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dQ, dK, dV) in float64 for a gradient g of O. With dP = g V^T and delta = rowsum(g O):
+    dS = P (dP - delta), dQ = scale dS K, dK = scale dS^T Q, dV = P^T g; those of a key head are
+    summed over the query heads that share it. (FlashAttention-2, arXiv 2307.08691, section 2.3.)
+
+    A row that sees no key has no part in them, whatever its g.
+    """
+    return _differentiate(q, k, v, g, features, scale, _Numbers(torch.float64, torch.float64))
+
+
+def baseline_gradients(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, features: Features, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """In the inputs' dtype: S, softmax and sums in fp32; P, dS and O rounded once each."""
+    found = _differentiate(q, k, v, g, features, scale, _Numbers(torch.float32, q.dtype))
+    dq, dk, dv = (one.to(q.dtype) for one in found)
+    return dq, dk, dv
 
 
 @contextmanager
@@ -144,7 +166,16 @@ def _rows(
     groups, seq_kv, _ = k.shape
     k, v = k.to(numbers.work), v.to(numbers.work)
     grouped = q.to(numbers.work).reshape(groups, -1, q.shape[-1])
-    s = torch.bmm(grouped, k.transpose(1, 2)).mul_(scale).view(heads, count, seq_kv)
+    p, lse = _probabilities(grouped, k, hidden, scale, (heads, count, seq_kv))
+    o = torch.bmm(_rounded(p, numbers).view(groups, -1, seq_kv), v)
+    return o.view(heads, count, v.shape[-1]), lse
+
+
+def _probabilities(
+    grouped: Tensor, k: Tensor, hidden: Tensor | None, scale: float, dims: tuple[int, int, int]
+) -> tuple[Tensor, Tensor]:
+    """P and LSE [heads, rows (, keys)] of grouped q [Hkv, ratio * R, D]."""
+    s = torch.bmm(grouped, k.transpose(1, 2)).mul_(scale).view(dims)
     if hidden is not None:
         s.masked_fill_(hidden, -torch.inf)
     top = s.amax(-1, keepdim=True)
@@ -153,8 +184,64 @@ def _rows(
     p = s.sub_(top).exp_()
     total = p.sum(-1, keepdim=True)
     lse = total.log().add_(top).squeeze(-1)
-    p.div_(total.masked_fill(unseen, 1.0))
-    if numbers.p_dtype != numbers.work:
-        p = p.to(numbers.p_dtype).to(numbers.work)
-    o = torch.bmm(p.view(groups, -1, seq_kv), v)
-    return o.view(heads, count, v.shape[-1]), lse
+    return p.div_(total.masked_fill(unseen, 1.0)), lse
+
+
+def _rounded(values: Tensor, numbers: _Numbers) -> Tensor:
+    """What a product takes: in the inputs' dtype, and back."""
+    if numbers.p_dtype == numbers.work:
+        return values
+    return values.to(numbers.p_dtype).to(numbers.work)
+
+
+def _differentiate(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    features: Features,
+    scale: float,
+    numbers: _Numbers,
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, heads_q, seq_q, _ = q.shape
+    dq, dk, dv = (torch.zeros_like(one, dtype=numbers.work) for one in (q, k, v))
+    if q.shape[:3].numel() == 0 or k.shape[2] == 0:
+        return dq, dk, dv
+    ratio = heads_q // k.shape[1]
+    with exact_matmul():
+        for b, kv, at in _chunks(batch, k.shape[1], ratio, range(seq_q), k.shape[2]):
+            heads = slice(kv.start * ratio, kv.stop * ratio)
+            hidden = _hidden(features, at, seq_q, k.shape[2], q.device)
+            taken = q[b, heads, at], k[b, kv], v[b, kv], g[b, heads, at]
+            part = _gradients(*taken, hidden, scale, numbers)
+            dq[b, heads, at] = part[0]
+            dk[b, kv] += part[1]
+            dv[b, kv] += part[2]
+    return dq, dk, dv
+
+
+def _gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    hidden: Tensor | None,
+    scale: float,
+    numbers: _Numbers,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of rows q, g [Hkv * ratio, R, D or Dv] against k, v [Hkv, Sk, D or Dv]."""
+    heads, count, dim = q.shape
+    groups, seq_kv, _ = k.shape
+    q, k, v, g = (one.to(numbers.work) for one in (q, k, v, g))
+    grouped, grouped_g = (one.reshape(groups, heads // groups * count, -1) for one in (q, g))
+    p, lse = _probabilities(grouped, k, hidden, scale, (heads, count, seq_kv))
+    p, unseen = p.view(groups, -1, seq_kv), (lse == -torch.inf).view(groups, -1, 1)
+    grouped_g = grouped_g.masked_fill(unseen, 0.0)  # 0 times a NaN of theirs would be NaN
+    p_taken = _rounded(p, numbers)
+    o = _rounded(torch.bmm(p_taken, v), numbers)
+    delta = (grouped_g * o).sum(-1, keepdim=True)
+    ds = torch.bmm(grouped_g, v.transpose(1, 2)).sub_(delta).mul_(p)
+    ds = _rounded(ds, numbers)
+    dv = torch.bmm(p_taken.transpose(1, 2), grouped_g)
+    dk = torch.bmm(ds.transpose(1, 2), grouped).mul_(scale)
+    return torch.bmm(ds, k).mul_(scale).view(heads, count, dim), dk, dv
