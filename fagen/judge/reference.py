@@ -74,7 +74,8 @@ def truth_gradients(
 def baseline_gradients(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, features: Features, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """In the inputs' dtype: S, softmax and sums in fp32; P, dS and O rounded once each."""
+    """In the inputs' dtype: S, LSE, P = exp(S - LSE) and sums in fp32; P, dS and O rounded once
+    each for the products."""
     found = _differentiate(q, k, v, g, features, scale, _Numbers(torch.float32, q.dtype))
     dq, dk, dv = (one.to(q.dtype) for one in found)
     return dq, dk, dv
@@ -166,25 +167,24 @@ def _rows(
     groups, seq_kv, _ = k.shape
     k, v = k.to(numbers.work), v.to(numbers.work)
     grouped = q.to(numbers.work).reshape(groups, -1, q.shape[-1])
-    p, lse = _probabilities(grouped, k, hidden, scale, (heads, count, seq_kv))
-    o = torch.bmm(_rounded(p, numbers).view(groups, -1, seq_kv), v)
-    return o.view(heads, count, v.shape[-1]), lse
-
-
-def _probabilities(
-    grouped: Tensor, k: Tensor, hidden: Tensor | None, scale: float, dims: tuple[int, int, int]
-) -> tuple[Tensor, Tensor]:
-    """P and LSE [heads, rows (, keys)] of grouped q [Hkv, ratio * R, D]."""
-    s = torch.bmm(grouped, k.transpose(1, 2)).mul_(scale).view(dims)
-    if hidden is not None:
-        s.masked_fill_(hidden, -torch.inf)
+    s = _scores(grouped, k, hidden, scale, (heads, count, seq_kv))
     top = s.amax(-1, keepdim=True)
     unseen = top == -torch.inf
     top.masked_fill_(unseen, 0.0)  # -inf - -inf would be NaN
     p = s.sub_(top).exp_()
     total = p.sum(-1, keepdim=True)
     lse = total.log().add_(top).squeeze(-1)
-    return p.div_(total.masked_fill(unseen, 1.0)), lse
+    p = _rounded(p.div_(total.masked_fill(unseen, 1.0)), numbers)
+    o = torch.bmm(p.view(groups, -1, seq_kv), v)
+    return o.view(heads, count, v.shape[-1]), lse
+
+
+def _scores(
+    grouped: Tensor, k: Tensor, hidden: Tensor | None, scale: float, dims: tuple[int, int, int]
+) -> Tensor:
+    """Scaled and masked, [heads, rows, keys], of grouped q [Hkv, ratio * R, D]."""
+    s = torch.bmm(grouped, k.transpose(1, 2)).mul_(scale).view(dims)
+    return s if hidden is None else s.masked_fill_(hidden, -torch.inf)
 
 
 def _rounded(values: Tensor, numbers: _Numbers) -> Tensor:
@@ -234,8 +234,11 @@ def _gradients(
     groups, seq_kv, _ = k.shape
     q, k, v, g = (one.to(numbers.work) for one in (q, k, v, g))
     grouped, grouped_g = (one.reshape(groups, heads // groups * count, -1) for one in (q, g))
-    p, lse = _probabilities(grouped, k, hidden, scale, (heads, count, seq_kv))
-    p, unseen = p.view(groups, -1, seq_kv), (lse == -torch.inf).view(groups, -1, 1)
+    s = _scores(grouped, k, hidden, scale, (heads, count, seq_kv)).view(groups, -1, seq_kv)
+    # From LSE, as a backward pass has it from the forward one; a row that sees no key gets zeros.
+    lse = s.logsumexp(-1, keepdim=True)
+    unseen = lse == -torch.inf
+    p = s.sub_(lse.masked_fill_(unseen, torch.inf)).exp_()
     grouped_g = grouped_g.masked_fill(unseen, 0.0)  # 0 times a NaN of theirs would be NaN
     p_taken = _rounded(p, numbers)
     o = _rounded(torch.bmm(p_taken, v), numbers)

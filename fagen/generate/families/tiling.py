@@ -1,4 +1,4 @@
-"""What the forward families share: padded sizes and the arguments of their kernels."""
+"""What the families share: padded sizes and the arguments of their kernels."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def _output_args(problem: Problem) -> tuple[Arg, ...]:
     )
 
 
-def _size_args() -> tuple[Arg, ...]:
+def size_args() -> tuple[Arg, ...]:
     return tuple(Arg(name, "i32") for name in ("heads_q", "group", "seq_q", "seq_kv"))
 
 
-def _stride_args(problem: Problem) -> tuple[Arg, ...]:
+def stride_args(problem: Problem, letters: str) -> tuple[Arg, ...]:
     """Strides in elements; those of rows are below 2**22 in aligned16: a tile's fit i32."""
     if problem.layout == "any":
-        return tuple(Arg(f"stride_{x}{d}", "i64") for x in "qkv" for d in "bhsd")
+        return tuple(Arg(f"stride_{x}{d}", "i64") for x in letters for d in "bhsd")
     steps = ALIGN_BYTES // ITEM_BYTES[problem.shape.dtype]
     types = {"b": "i64", "h": "i64", "s": "i32"}
-    return tuple(Arg(f"stride_{x}{d}", kind, steps) for x in "qkv" for d, kind in types.items())
+    return tuple(Arg(f"stride_{x}{d}", kind, steps) for x in letters for d, kind in types.items())
 
 
 def forward_args(problem: Problem, tma: bool, block_m: int, block_n: int) -> tuple[Arg, ...]:
@@ -55,9 +55,16 @@ def forward_args(problem: Problem, tma: bool, block_m: int, block_n: int) -> tup
             descriptor("k_desc", problem, block_n, shape.head_dim),
             descriptor("v_desc", problem, block_n, shape.head_dim_v),
         )
-        return (*tensors, *_output_args(problem), *_size_args())
-    tensors = tuple(Arg(x, f"*{shape.dtype}", _pointer_alignment(problem)) for x in "QKV")
-    return (*tensors, *_output_args(problem), *_size_args(), *_stride_args(problem))
+        return (*tensors, *_output_args(problem), *size_args())
+    strides = stride_args(problem, "qkv")
+    return (*pointer_args(problem, "QKV"), *_output_args(problem), *size_args(), *strides)
+
+
+def pointer_args(problem: Problem, letters: str) -> tuple[Arg, ...]:
+    """Tensors that the caller brings, as far as its layout class promises."""
+    aligned = problem.layout == "aligned16"
+    alignment = ALIGN_BYTES if aligned else ITEM_BYTES[problem.shape.dtype]
+    return tuple(Arg(x, f"*{problem.shape.dtype}", alignment) for x in letters)
 
 
 def dim_words(problem: Problem) -> dict[str, Any]:
@@ -77,7 +84,3 @@ def tensor_bytes(problem: Problem, rows: int, keys: int) -> tuple[int, int, int]
     item = ITEM_BYTES[problem.shape.dtype]
     dim, dim_v = padded(problem.shape.head_dim), padded(problem.shape.head_dim_v)
     return item * rows * dim, item * keys * dim, item * keys * dim_v
-
-
-def _pointer_alignment(problem: Problem) -> int:
-    return ALIGN_BYTES if problem.layout == "aligned16" else ITEM_BYTES[problem.shape.dtype]

@@ -1,0 +1,165 @@
+"""The portable backward kernels in Triton's interpreter, against gradients in float64.
+
+They are launched by hand: `run` knows the forward pass alone.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fagen.config import Config
+from fagen.generate.build import load_module
+from fagen.generate.families import FAMILIES, flash_bwd
+from fagen.generate.families.base import every_choice, why_invalid
+from fagen.generate.families.flash_bwd import Knobs
+from fagen.generate.program import Program, Sizes
+from fagen.generate.render import render
+from fagen.judge import reference
+from fagen.problem import Problem, make_problem
+from fagen.run.kernel import LOG2_E
+from fagen.target import preset
+
+H200 = preset("h200")
+SMALL = Knobs(32, 32, 4, 1, 32, 32, 4, 1)
+DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
+FACTOR, SLACK = 3.0, 1e-4  # of the baseline's error, and beside it
+
+
+@pytest.fixture(autouse=True)
+def _offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FAMILIES, flash_bwd.NAME, flash_bwd)  # type: ignore[arg-type]
+
+
+def backward(seq: int, dim: int, **words: Any) -> Problem:
+    return replace(
+        make_problem(seq, dim, dtype=words.pop("dtype", "fp16"), **words), direction="backward"
+    )
+
+
+def launch(program: Program, tensors: dict[str, Tensor], scale: float) -> None:
+    """Every kernel of the program, with its arguments by name."""
+    sizes, module = Sizes.of(program.problem), load_module(program)
+    values: dict[str, Any] = {
+        **tensors,
+        "scale_log2": scale * LOG2_E,
+        "heads_q": sizes.heads_q,
+        "group": sizes.group,
+        "seq_q": sizes.seq_q,
+        "seq_kv": sizes.seq_kv,
+    }
+    for x in "qkvg":
+        strides = tensors[x.upper()].stride()
+        values |= {f"stride_{x}{d}": s for d, s in zip("bhsd", strides, strict=True)}
+    for space in flash_bwd.workspaces(program.config.knobs, sizes):
+        values[space.name] = torch.full((space.elements,), torch.nan)
+    for number, entry in enumerate(program.entries):
+        grid = flash_bwd.grid(program.problem, program.config.knobs, number, sizes, H200.sm_count)
+        if all(grid):
+            with warnings.catch_warnings():
+                # numpy warns of what is masked next: probabilities of keys past the end.
+                warnings.simplefilter("ignore", RuntimeWarning)
+                getattr(module, entry.function)[grid](*(values[arg.name] for arg in entry.args))
+
+
+def assert_exact(problem: Problem, knobs: Knobs, scale: float, low: float = 0.0) -> None:
+    """low: added to every score, by a column of Q and K."""
+    s, dtype = problem.shape, DTYPES[problem.shape.dtype]
+    dice = torch.Generator().manual_seed(s.seq_q * 1000 + s.seq_kv)
+
+    def draw(heads: int, rows: int, columns: int) -> Tensor:
+        dims = (s.batch, heads, rows, columns)
+        if problem.layout == "any":  # columns apart, in rows that are longer than they need be
+            wide = torch.full((s.batch, heads, rows + 1, 2 * columns + 1), torch.nan)
+            view = wide[:, :, :rows, : 2 * columns : 2]
+            view.copy_(torch.randn(dims, generator=dice))
+            return wide.to(dtype)[:, :, :rows, : 2 * columns : 2]
+        return torch.randn(dims, generator=dice).to(dtype)
+
+    q, g = draw(s.heads_q, s.seq_q, s.head_dim), draw(s.heads_q, s.seq_q, s.head_dim_v)
+    k, v = draw(s.heads_kv, s.seq_kv, s.head_dim), draw(s.heads_kv, s.seq_kv, s.head_dim_v)
+    if low:
+        q[..., 0], k[..., 0] = 8.0, low / (8.0 * scale)
+    o, lse = reference.baseline(q, k, v, problem.features, scale)
+    outputs = {
+        "DQ": torch.full(q.shape, torch.nan, dtype=dtype),
+        "DK": torch.full(k.shape, torch.nan, dtype=dtype),
+        "DV": torch.full(v.shape, torch.nan, dtype=dtype),
+    }
+    tensors = {"Q": q, "K": k, "V": v, "G": g, "O": o, "LSE": lse, **outputs}
+    launch(render(problem, Config(flash_bwd.NAME, knobs)), tensors, scale)
+    given = (q, k, v, g, problem.features, scale)
+    truths, bases = reference.truth_gradients(*given), reference.baseline_gradients(*given)
+    for (name, found), true, base in zip(outputs.items(), truths, bases, strict=True):
+        assert not found.isnan().any(), f"{name} has NaN, or was not written"
+        if found.numel():
+            error, allowed = ((x.double() - true).abs().max().item() for x in (found, base))
+            assert error <= FACTOR * allowed + SLACK, f"{name}: {error} of {allowed}"
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+@pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
+@pytest.mark.parametrize(("seq", "seq_kv"), [(70, 70), (40, 97), (97, 40), (1, 33)])
+def test_gradients_are_exact(seq: int, seq_kv: int, causal: str, dtype: str) -> None:
+    words: dict[str, Any] = {} if causal == "none" else {"causal": True, "causal_align": causal}
+    problem = backward(seq, 24, seq_kv=seq_kv, heads=4, kv_heads=2, dtype=dtype, **words)
+    assert_exact(problem, SMALL, 0.2)
+
+
+@pytest.mark.parametrize("low", [-120.0, -300.0, 90.0])
+@pytest.mark.parametrize("causal", [False, True])
+def test_scores_far_below_and_above_zero_meet_ragged_ends(low: float, causal: bool) -> None:
+    assert_exact(
+        backward(45, 16, seq_kv=50, heads=2, causal=causal, dtype="fp32"), SMALL, 0.25, low
+    )
+
+
+def test_any_legal_problem_has_exact_gradients() -> None:
+    sizes = st.sampled_from([1, 2, 15, 16, 31, 33, 64, 65, 97, 129])
+    dims = st.sampled_from([1, 8, 16, 40, 64, 72])
+
+    @st.composite
+    def problems(draw: Callable[[Any], Any]) -> Problem:
+        causal = draw(st.sampled_from(["none", "top_left", "bottom_right"]))
+        heads_kv = draw(st.sampled_from([1, 2]))
+        words = {} if causal == "none" else {"causal": True, "causal_align": causal}
+        return backward(
+            draw(sizes),
+            draw(dims),
+            batch=draw(st.sampled_from([1, 2])),
+            heads=heads_kv * draw(st.sampled_from([1, 3])),
+            kv_heads=heads_kv,
+            seq_kv=draw(sizes),
+            head_dim_v=draw(dims),
+            dtype=draw(st.sampled_from(["fp16", "fp32"])),
+            layout=draw(st.sampled_from(["aligned16", "any"])),
+            **words,
+        )
+
+    drawn = st.sampled_from(list(every_choice(Knobs)))
+
+    @settings(
+        max_examples=60,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+    @given(problem=problems(), knobs=drawn, scale=st.sampled_from([0.15, 1.0, -0.3, 0.0]))
+    def check(problem: Problem, knobs: Knobs, scale: float) -> None:
+        valid = [
+            k
+            for k in (knobs, *flash_bwd.seeds(problem, H200))
+            if why_invalid(flash_bwd, problem, H200, k) is None  # type: ignore[arg-type]
+        ]
+        assert_exact(problem, valid[0], scale)
+
+    check()
