@@ -38,6 +38,7 @@ LIBRARIES: dict[str, set[str]] = {
     "fagen.tune.sampler": {"optuna", "numpy"},
     "fagen.tune.worker": {"torch"},  # the child that owns the GPU
     "fagen.serve.": {"torch"},
+    "fagen.doctor": {"torch"},  # asks whether torch can use the GPU
     "fagen.report": {"rich"},
     "fagen.report.plot": {"matplotlib"},  # optional
     "fagen.cli.": {"click", "rich"},

@@ -90,15 +90,13 @@ def tune(  # noqa: PLR0913  (the words of the command line, each with its defaul
     seconds = usual if timeout is None else timeout
     renders = partial(render, triton_minor=compiler.triton_minor)
     with staff(place, renders) as (workers, builder):
-        _build(builder, renders, asked, in_any_case(seeds_of(asked, place.target))[:trials])
-        # Their imports of a second or two, while the children do their own.
-        import fagen.tune.search  # noqa: F401
-        from fagen.records import Records
+        from fagen.records import Records  # an import of a second, while the children do theirs
         from fagen.tune.ledger import Ledger
 
         with Records.open(db, "write", config_from_dict) as records:
             ledger = Ledger(records, asked, place.target, compiler)
-            # Both before the GPU is ours alone.
+            # All before the GPU is ours alone.
+            _build(builder, renders, asked, in_any_case(seeds_of(asked, place.target))[:trials])
             near = (c for c in ledger.neighbours() if not why_invalid(asked, place.target, c))
             _build(builder, renders, asked, islice(near, min(FROM_NEIGHBOURS, trials)))
             space = SearchSpace.of(asked, place.target)
