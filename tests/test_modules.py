@@ -311,10 +311,10 @@ def test_c04_a_home_that_can_not_be_written_gives_a_private_folder_and_a_kernel(
 def test_c04_tune_says_where_it_can_not_write_before_anything_is_built(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def built(*_args: object, **_words: object) -> None:
-        raise AssertionError("a build was begun")
+    def started(*_args: object, **_words: object) -> None:
+        raise AssertionError("a child was started")
 
-    monkeypatch.setattr("fagen.tune.pool.BuildPool.submit", built)
+    monkeypatch.setattr("fagen.tune.children.subprocess.Popen", started)
     (tmp_path / "file").touch()
     path = tmp_path / "file" / "sub" / "t.db"
     words = ["tune", "--seq", "64", "--head-dim", "16", "--target", "h200", "--db", str(path)]

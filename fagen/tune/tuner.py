@@ -89,36 +89,38 @@ def tune(  # noqa: PLR0913  (the words of the command line, each with its defaul
     usual = budget.timeout_s if timed else budget.offline_timeout_s
     seconds = usual if timeout is None else timeout
     renders = partial(render, triton_minor=compiler.triton_minor)
-    with staff(place, renders) as (workers, builder):
-        from fagen.records import Records  # an import of a second, while the children do theirs
-        from fagen.tune.ledger import Ledger
+    from fagen.records import Records  # brings sqlalchemy
+    from fagen.tune.ledger import Ledger
 
-        with Records.open(db, "write", config_from_dict) as records:
-            ledger = Ledger(records, asked, place.target, compiler)
-            # All before the GPU is ours alone.
-            _build(builder, renders, asked, in_any_case(seeds_of(asked, place.target))[:trials])
-            near = (c for c in ledger.neighbours() if not why_invalid(asked, place.target, c))
-            _build(builder, renders, asked, islice(near, min(FROM_NEIGHBOURS, trials)))
-            space = SearchSpace.of(asked, place.target)
-            with place.held(seconds, on_event):
-                return run(
-                    Plan(
-                        problem=asked,
-                        target=place.target,
-                        space=space,
-                        ledger=ledger,
-                        workers=workers,
-                        builder=builder,
-                        render=renders,
-                        policy=policy_of(place),
-                        timed=timed,
-                        trials=trials,
-                        timeout_s=seconds,
-                        seed=seed,
-                        on_event=on_event,
-                        started=started,
-                    )
+    with (
+        Records.open(db, "write", config_from_dict) as records,
+        staff(place, renders) as (workers, builder),
+    ):
+        ledger = Ledger(records, asked, place.target, compiler)
+        # All while the children start, and before the GPU is ours alone.
+        _build(builder, renders, asked, in_any_case(seeds_of(asked, place.target))[:trials])
+        near = (c for c in ledger.neighbours() if not why_invalid(asked, place.target, c))
+        _build(builder, renders, asked, islice(near, min(FROM_NEIGHBOURS, trials)))
+        space = SearchSpace.of(asked, place.target)
+        with place.held(seconds, on_event):
+            return run(
+                Plan(
+                    problem=asked,
+                    target=place.target,
+                    space=space,
+                    ledger=ledger,
+                    workers=workers,
+                    builder=builder,
+                    render=renders,
+                    policy=policy_of(place),
+                    timed=timed,
+                    trials=trials,
+                    timeout_s=seconds,
+                    seed=seed,
+                    on_event=on_event,
+                    started=started,
                 )
+            )
 
 
 def _build(
