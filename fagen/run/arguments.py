@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,7 +13,12 @@ from fagen.run.cuda import dense_strides
 if TYPE_CHECKING:
     from torch import Tensor
 
-TENSORS = ("Q", "K", "V", "O", "LSE")  # the first tensors of each launch, in this order
+# The first tensors of each launch, in this order. G is the gradient of O.
+TENSORS = {
+    "forward": ("Q", "K", "V", "O", "LSE"),
+    "backward": ("Q", "K", "V", "O", "LSE", "G", "DQ", "DK", "DV"),
+}
+DESCRIBED = TENSORS["forward"].index  # which tensor a descriptor's letter means
 SCALE = "scale_log2"
 COUNTER = "counter"
 ALIGNED = 16  # elements: a multiple of 16 bytes in every dtype
@@ -67,7 +72,7 @@ def wire(args: tuple[Arg, ...], settled: Settled, spread: Spread) -> Wires:
     for arg in args:
         at = len(wires.values)
         if arg.type.startswith("tensordesc"):
-            which = TENSORS.index(arg.name[0].upper())
+            which = DESCRIBED(arg.name[0].upper())
             extent = settled.extents[which, len(block_shape(arg.type))]
             wires.descriptors.append((at, which, extent))
             wires.values.extend(spread(extent))
@@ -83,8 +88,11 @@ def wire(args: tuple[Arg, ...], settled: Settled, spread: Spread) -> Wires:
     return wires
 
 
-def numbers_of(q: Tensor, k: Tensor, v: Tensor, sizes: Sizes) -> dict[str, int]:
-    """Every integer that a kernel may ask for by a name that all families share."""
+def numbers_of(inputs: Sequence[Tensor], sizes: Sizes) -> dict[str, int]:
+    """Every integer that a kernel may ask for by a name that all families share.
+
+    inputs: q, k, v, and of a backward pass g.
+    """
     numbers = {
         "batch": sizes.batch,
         "heads_q": sizes.heads_q,
@@ -92,7 +100,7 @@ def numbers_of(q: Tensor, k: Tensor, v: Tensor, sizes: Sizes) -> dict[str, int]:
         "seq_q": sizes.seq_q,
         "seq_kv": sizes.seq_kv,
     }
-    for letter, tensor in (("q", q), ("k", k), ("v", v)):
+    for letter, tensor in zip("qkvg", inputs, strict=False):
         for dim, stride in zip("bhsd", tensor.stride(), strict=True):
             numbers[f"stride_{letter}{dim}"] = stride
     return numbers
@@ -103,7 +111,7 @@ def extents_of(q: Tensor, k: Tensor, v: Tensor, sizes: Sizes) -> dict[tuple[int,
     o = (sizes.batch, sizes.heads_q, sizes.seq_q, sizes.head_dim_v)
     of_tensors = [(tuple(t.shape), t.stride()) for t in (q, k, v)] + [(o, dense_strides(o))]
     extents = {(which, 4): Extent.of(*one) for which, one in enumerate(of_tensors)}
-    for which in (TENSORS.index("Q"), TENSORS.index("O")):
+    for which in (DESCRIBED("Q"), DESCRIBED("O")):
         extents[which, 5] = _grouped(*of_tensors[which], sizes)
     return extents
 

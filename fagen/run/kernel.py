@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LOG2_E = math.log2(math.e)
+GIVEN_BACKWARD = len(TENSORS["backward"]) + 1  # and the scale
 MOST_PREPARED = 256  # kept by `launch`; varied lengths must not grow the process
 
 # launch(q, k, v, o, lse, scale)
@@ -63,51 +64,53 @@ class Runner:
         """How each entry kernel is launched: "direct", "triton" or "interpreter"."""
         return tuple(kernel.path for kernel in self._kernels)
 
-    def launch(
-        self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float
-    ) -> None:
-        """Write o (B, Hq, Sq, Dv), contiguous, and lse (B, Hq, Sq), fp32, on the current stream.
+    def launch(self, *given: Any) -> None:
+        """q, k, v, o, lse, scale: write o (B, Hq, Sq, Dv), contiguous, and lse (B, Hq, Sq), fp32,
+        on the current stream. A backward program takes q, k, v, o, lse, g, dq, dk, dv, scale: it
+        writes the gradients of q, k and v, contiguous, for g, the gradient of o.
 
         q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv) of the program's dtype, head sizes
-        and layout class; zero sizes are legal. Raises BadInput for a size outside of
+        and layout class, g like o; zero sizes are legal. Raises BadInput for a size outside of
         program.limits.
         """
-        self._kept(q, k, v)(q, k, v, o, lse, scale)
+        self._kept(given)(*given)
 
-    def launch_poisoned(
-        self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float
-    ) -> None:
+    def launch_poisoned(self, *given: Any) -> None:
         """`launch` with NaN in its scratch memory: what the gate runs.
 
         Fresh memory often still holds what an earlier launch of the same kernel left there, and
         a kernel that forgets to write its state would be right by luck.
         """
-        self._kept(q, k, v)(q, k, v, o, lse, scale, poisoned=True)
+        self._kept(given)(*given, poisoned=True)
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor) -> Prepared:
+    def prepare(self, *inputs: Tensor) -> Prepared:
         """`launch` for tensors of just these sizes and strides, at other addresses and scales.
 
-        Raises BadInput for a size outside of program.limits.
+        inputs: q, k, v, and g for a backward program. Raises BadInput for a size outside of
+        program.limits.
         """
-        sizes = sizes_of(q, k, v)
-        if sizes.batch * sizes.heads_q * sizes.seq_q == 0:
-            return Prepared((), (), self)
+        sizes = sizes_of(*inputs[:3])
+        backward = self.program.problem.direction == "backward"
+        if sizes.batch * sizes.heads_q * sizes.seq_q * (sizes.seq_kv if backward else 1) == 0:
+            return Prepared((_no_gradient,) if backward else (), (), self)
         if sizes.seq_kv == 0:  # nothing to see: no tile, and no descriptor of a length of zero
             return Prepared((_blank,), (), self)
         unfit = self.program.why_unfit(sizes)
         if unfit is not None:
             raise BadInput(unfit)
         spaces = self._family.workspaces(self.program.config.knobs, sizes)
-        return Prepared(self._steps(q, k, v, sizes, spaces), spaces, self)
+        return Prepared(self._steps(inputs, sizes, spaces), spaces, self)
 
     def _steps(
-        self, q: Tensor, k: Tensor, v: Tensor, sizes: Sizes, spaces: tuple[Workspace, ...]
+        self, inputs: tuple[Tensor, ...], sizes: Sizes, spaces: tuple[Workspace, ...]
     ) -> tuple[Step, ...]:
         knobs = self.program.config.knobs
-        numbers = numbers_of(q, k, v, sizes)
+        numbers = numbers_of(inputs, sizes)
         numbers |= self._family.scalars(self.program.problem, knobs, sizes, self._sm_count)
-        names = (*TENSORS, *(space.name for space in spaces), COUNTER)
+        tensors = TENSORS[self.program.problem.direction]
+        names = (*tensors, *(space.name for space in spaces), COUNTER)
         places = {name: place for place, name in enumerate(names)}
+        q, k, v, *_ = inputs
         extents = extents_of(q, k, v, sizes)
         grids = (
             self._family.grid(self.program.problem, knobs, number, sizes, self._sm_count)
@@ -118,11 +121,12 @@ class Runner:
             for kernel, grid in zip(self._kernels, grids, strict=True)
         )
 
-    def _kept(self, q: Tensor, k: Tensor, v: Tensor) -> Prepared:
-        key = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride())
+    def _kept(self, given: tuple[Any, ...]) -> Prepared:
+        inputs = given[:3] if len(given) < GIVEN_BACKWARD else (*given[:3], given[5])
+        key = tuple((one.shape, one.stride()) for one in inputs)
         prepared = self._prepared.get(key)
         if prepared is None:
-            prepared = self.prepare(q, k, v)
+            prepared = self.prepare(*inputs)
             if len(self._prepared) >= MOST_PREPARED:
                 self._prepared.clear()
             self._prepared[key] = prepared
@@ -145,20 +149,10 @@ class Prepared:
         self._stream = runner._stream
         self._counters = runner._counters
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        scale: float,
-        /,
-        *,
-        poisoned: bool = False,
-    ) -> None:
+    def __call__(self, *given: Any, poisoned: bool = False) -> None:
         """`Runner.launch`, or with `poisoned` `Runner.launch_poisoned`."""
-        tensors: tuple[Tensor, ...] = (q, k, v, o, lse)
+        tensors: tuple[Tensor, ...] = given[:-1]
+        scale: float = given[-1]
         if self._spaces:
             scratch = (_scratch(s, self._device, poisoned=poisoned) for s in self._spaces)
             tensors = (*tensors, *scratch)
@@ -223,6 +217,12 @@ def _blank(tensors: tuple[Tensor, ...], _scale_log2: float, _stream: int) -> Non
     _, _, _, o, lse, *_ = tensors
     o.zero_()
     lse.fill_(float("-inf"))
+
+
+def _no_gradient(tensors: tuple[Tensor, ...], _scale_log2: float, _stream: int) -> None:
+    """That of nothing, or of what nobody sees."""
+    for gradient in tensors[-3:]:
+        gradient.zero_()
 
 
 def _scratch(space: Workspace, device: torch.device, *, poisoned: bool) -> Tensor:

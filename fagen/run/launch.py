@@ -238,7 +238,7 @@ def _try_out(direct: Direct, device: torch.device) -> None:
     settled = Settled((0, 0, 0), numbers, pointers, extents)
     step = replace(direct, hooked=lambda: False).bind(settled)
     try:
-        step((room,) * len(TENSORS), 1.0, current_stream(device)())
+        step((room,) * len(TENSORS["forward"]), 1.0, current_stream(device)())
     except Exception as error:  # whatever an unknown function makes of what it is given
         raise Missing(f"a trial gave {type(error).__name__}: {error}") from error
 
