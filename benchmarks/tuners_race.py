@@ -23,7 +23,7 @@ import fagen
 from fagen.judge.cases import target_cases
 from fagen.judge.measure import LaunchSet, MeasurePolicy, one_line, race
 from fagen.judge.peers import draw_inputs, peers
-from fagen.judge.trial import KINDS, prepare
+from fagen.judge.trial import KINDS, Right, prepare
 from fagen.outcome import Check, Timing, Verdict
 from fagen.problem import Problem, make_problem
 from fagen.report.bench import ratio
@@ -68,6 +68,7 @@ def verdict(attend: Attend, problem: Problem, device: torch.device) -> Verdict:
             one = prepare(dense, problem, device, GUARD, _no_far_case)
             o = attend(*(guarded.view.contiguous() for guarded in one.inputs))
             right = one.right
+            assert isinstance(right, Right)
             errors = right.errors(right.picked(o), right.lse)
             for kind, error, budget in zip(KINDS[:2], errors, one.budgets, strict=False):
                 found.append(Check(f"{kind}[{case.name}]", float(error), budget, one.detail))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fagen.judge import verify
+from fagen.judge import trial
 from fagen.judge.arena import LAYOUTS, make_input, sealed
 from fagen.judge.cases import Case, cases, target_cases
 from fagen.judge.trial import FAR_OFF, KINDS, Prepared
@@ -75,13 +75,13 @@ def test_what_was_made_ready_has_guards_as_wide_as_the_largest_tile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made: list[tuple[str, int]] = []
-    plain = verify.prepare
+    plain = trial.prepare
 
     def prepare(case: Case, problem: Problem, device: Any, gap: int, home: Any) -> Prepared:
         made.append((case.name, gap))
         return plain(case, problem, device, gap, home)
 
-    monkeypatch.setattr(verify, "prepare", prepare)
+    monkeypatch.setattr(trial, "prepare", prepare)
     problem = small_problem()
     gate = Gate(problem, CPU)
     gate.make_ready((16, 32))
@@ -310,8 +310,6 @@ def test_far_inputs_reach_past_2_to_the_31_with_strides_below(axis: int) -> None
 
 
 def test_a_truth_too_dear_is_taken_of_patches(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fagen.judge import trial
-
     monkeypatch.setitem(trial.TRUTH_FLOPS, "cpu", 3e7)
     problem = make_problem(400, 16, heads=4, kv_heads=2, dtype="fp32", causal=True)
     gate = Gate(problem, CPU)

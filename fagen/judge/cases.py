@@ -65,6 +65,8 @@ def cases(
         made += _more(room)
     if sm_count:
         made.append(_crowd(room, sm_count))
+    if problem.direction == "backward":  # a NaN of Q or K reaches every gradient
+        made = [case for case in made if not case.broken]
     turns = LAYOUTS[problem.layout]
     return [replace(case, layout=_layout(case, turns, i)) for i, case in enumerate(made)]
 

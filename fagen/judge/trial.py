@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,10 +17,12 @@ from fagen.judge.arena import Guarded, Output, make_far, make_input, make_output
 from fagen.judge.cases import Case, fill
 from fagen.problem import Problem
 
-# o_max, o_l2, lse: errors. The rest count elements (nan_kept: rows), and none is allowed:
-# hidden: rows that see no key without O = 0, LSE = -inf; unwritten: poison left in an output;
-# guards: writes beside an output; inputs: changed bits; nan_kept: a NaN input that went missing.
-KINDS = ("o_max", "o_l2", "lse", "hidden", "unwritten", "guards", "inputs", "nan_kept")
+# Of every launch. They count elements, and none is allowed: unwritten: poison left in an output;
+# guards: writes beside an output; inputs: changed bits.
+COMMON = ("unwritten", "guards", "inputs")
+# o_max, o_l2, lse: errors. The rest count, too: hidden: rows that see no key without O = 0,
+# LSE = -inf; nan_kept: rows in which a NaN input went missing.
+KINDS = ("o_max", "o_l2", "lse", "hidden", "nan_kept", *COMMON)
 
 TORCH_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 EPS32 = 2.0**-23
@@ -32,9 +35,25 @@ FAR_OFF = 1e30  # the error of a value that is NaN or infinite and should not be
 TRUTH_FLOPS = {"cuda": 20e12, "cpu": 10e9}
 PATCH_ROWS = 128
 MOST_PATCHES = 64
+FAR_APART = 1 << 18  # elements between the tensors of a far case
 
-Launch = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], None]
+Launch = Callable[..., None]  # inputs, outputs and the scale, as `Runner.launch` takes them
 Patch = tuple[int, int, int]  # batch, query head, first row
+
+
+class Judged(Protocol):
+    """What a case's outputs are held against."""
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Of the errors of `judged`, and COMMON."""
+
+    @property
+    def sample(self) -> str:
+        """What is compared, where it is not all."""
+
+    def judged(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """An error each, on the device."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +69,20 @@ class Right:
     must_nan: Tensor
     patches: tuple[Patch, ...] | None
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return KINDS
+
+    @property
+    def sample(self) -> str:
+        few = self.patches
+        return "" if few is None else f"truth of {len(few)} patches of {PATCH_ROWS} rows"
+
+    def judged(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        o, lse = map(self.picked, outputs)
+        kept = (torch.isnan(o).all(-1) & torch.isnan(lse)) | ~self.must_nan
+        return [*self.errors(o, lse), (~kept).sum()]
+
     def picked(self, whole: Tensor) -> Tensor:
         if self.patches is None:
             return whole
@@ -60,28 +93,27 @@ class Right:
         """o_max, o_l2, lse, hidden, of picked outputs."""
         unseen = (self.lse == -torch.inf) & ~self.ignored
         seen = ~unseen & ~self.ignored
-        off = _finite((o.double() - self.o).abs()).masked_fill(self.ignored[..., None], 0.0)
+        off = finite((o.double() - self.o).abs()).masked_fill(self.ignored[..., None], 0.0)
         size = self.o.masked_fill(self.ignored[..., None], 0.0).norm()
         allowed = self.lse.abs().mul(4 * EPS32)
-        lse_off = _finite((lse.double() - self.lse).abs() - allowed).clamp_min(0.0)
+        lse_off = finite((lse.double() - self.lse).abs() - allowed).clamp_min(0.0)
         not_zero = ((o != 0).any(-1) | (lse != -torch.inf)) & unseen
         return [
-            _max(off),
+            largest(off),
             off.norm() / torch.where(size > 0, size, 1.0),
-            _max(lse_off.masked_fill(~seen, 0.0)),
+            largest(lse_off.masked_fill(~seen, 0.0)),
             not_zero.sum(),
         ]
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A case on the device. `budgets` stand beside KINDS."""
+    """A case on the device. `budgets` stand beside the kinds of `right`."""
 
     case: Case
-    inputs: tuple[Guarded, Guarded, Guarded]
-    o: Output
-    lse: Output
-    right: Right
+    inputs: tuple[Guarded, ...]
+    outputs: tuple[Output, ...]
+    right: Judged
     budgets: tuple[float, ...]
 
     @property
@@ -93,69 +125,62 @@ class Prepared:
             f"scores {case.scores} {case.amount:.4g}, values {case.values}",
             f"scale {case.scale:.4g}",
             f"strides {'far' if case.far else case.layout}",
+            self.right.sample,
         ]
-        if self.right.patches is not None:
-            words.append(f"truth of {len(self.right.patches)} patches of {PATCH_ROWS} rows")
-        return ", ".join(words)
+        return ", ".join(filter(None, words))
 
     def run(self, launch: Launch) -> Tensor:
-        """One launch into poisoned outputs; the errors in the order of KINDS, on the device."""
+        """One launch into poisoned outputs; errors in the order of the kinds, on the device."""
         self._launch(launch)
-        right = self.right
-        o, lse = right.picked(self.o.view), right.picked(self.lse.view)
-        kept = (torch.isnan(o).all(-1) & torch.isnan(lse)) | ~right.must_nan
+        none = torch.zeros((), device=self.outputs[0].view.device)
         found = [
-            *right.errors(o, lse),
-            self.o.unwritten() + self.lse.unwritten(),
-            self.o.trespassed() + self.lse.trespassed(),
-            sum((one.changed() for one in self.inputs), torch.zeros((), device=o.device)),
-            (~kept).sum(),
+            *self.right.judged([one.view for one in self.outputs]),
+            sum((one.unwritten() for one in self.outputs), none),
+            sum((one.trespassed() for one in self.outputs), none),
+            sum((one.changed() for one in self.inputs), none),
         ]
         return torch.stack([value.double() for value in found])
 
     def differing(self, launch: Launch, times: int) -> Tensor:
         """How many output elements differ in bits from the first launch, over `times` launches."""
         self._launch(launch)
-        first = self.o.bits.clone(), self.lse.bits.clone()
+        first = [one.bits.clone() for one in self.outputs]
         differing = torch.zeros((), dtype=torch.int64, device=first[0].device)
         for _ in range(times - 1):
             self._launch(launch)
-            differing += (self.o.bits != first[0]).sum() + (self.lse.bits != first[1]).sum()
+            for one, bits in zip(self.outputs, first, strict=True):
+                differing += (one.bits != bits).sum()
         return differing
 
     def _launch(self, launch: Launch) -> None:
-        for one in (*self.inputs, self.o, self.lse):
+        tensors: tuple[Guarded | Output, ...] = (*self.inputs, *self.outputs)
+        for one in tensors:
             one.reset()
-        q, k, v = (one.view for one in self.inputs)
         with warnings.catch_warnings():
             # Under the interpreter numpy warns of the very NaN and overflow judged here.
             warnings.simplefilter("ignore", RuntimeWarning)
-            launch(q, k, v, self.o.view, self.lse.view, self.case.scale)
+            launch(*(one.view for one in tensors), self.case.scale)
 
 
 def prepare(
     case: Case, problem: Problem, device: torch.device, gap: int, far_home: Callable[[], Tensor]
 ) -> Prepared:
     """Draws the inputs, computes truth, baseline and budgets, then plants the NaN of the case."""
-    made = _make_inputs(case, problem, device, gap, far_home)
+    made = make_inputs(case, problem, device, gap, far_home)
     q, k, v = (one.view for one in made)
     fill(case, q, k, v, zlib.crc32(case.name.encode()))
     right, budgets = _judge(case, problem, q, k, v)
     _plant_nan(case, q, k, v)
     s = case.sizes
-    return Prepared(
-        case,
-        (sealed(made[0]), sealed(made[1]), sealed(made[2])),
-        make_output((s.batch, s.heads_q, s.seq_q, s.head_dim_v), q.dtype, device),
-        make_output((s.batch, s.heads_q, s.seq_q), torch.float32, device),
-        right,
-        budgets,
-    )
+    o = make_output((s.batch, s.heads_q, s.seq_q, s.head_dim_v), q.dtype, device)
+    lse = make_output((s.batch, s.heads_q, s.seq_q), torch.float32, device)
+    return Prepared(case, tuple(map(sealed, made)), (o, lse), right, budgets)
 
 
-def _make_inputs(
+def make_inputs(
     case: Case, problem: Problem, device: torch.device, gap: int, far_home: Callable[[], Tensor]
 ) -> list[Guarded]:
+    """Q, K and V, their values still to be written."""
     s = case.sizes
     dims = [
         (s.batch, s.heads_q, s.seq_q, s.head_dim),
@@ -163,8 +188,8 @@ def _make_inputs(
         (s.batch, s.heads_kv, s.seq_kv, s.head_dim_v),
     ]
     if case.far:
-        home, apart = far_home(), 1 << 18
-        return [make_far(one, home, i * apart) for i, one in enumerate(dims)]
+        home = far_home()
+        return [make_far(one, home, i * FAR_APART) for i, one in enumerate(dims)]
     dtype = TORCH_DTYPE[problem.shape.dtype]
     layouts = [case.layout if i or case.layout != "expanded" else "gapped" for i in range(3)]
     return [
@@ -249,9 +274,9 @@ def _plant_nan(case: Case, q: Tensor, k: Tensor, v: Tensor) -> None:
         v[-1, 0, 0] = torch.nan
 
 
-def _finite(values: Tensor) -> Tensor:
+def finite(values: Tensor) -> Tensor:
     return values.nan_to_num_(nan=FAR_OFF, posinf=FAR_OFF, neginf=FAR_OFF)
 
 
-def _max(values: Tensor) -> Tensor:
+def largest(values: Tensor) -> Tensor:
     return values.amax() if values.numel() else values.new_zeros(())

@@ -15,13 +15,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from fagen.judge import gradients, trial
 from fagen.judge.arena import FAR_ELEMENTS
 from fagen.judge.cases import Case, cases, target_cases
-from fagen.judge.trial import KINDS, TORCH_DTYPE, Prepared, prepare
+from fagen.judge.trial import TORCH_DTYPE, Prepared
 from fagen.outcome import Check, Verdict
 from fagen.problem import ITEM_BYTES, Problem
 
-Launch = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], None]
+Launch = Callable[..., None]  # as `Runner.launch_poisoned`
 Level = Literal["smoke", "quick", "full", "finalist"]
 
 REPEATS = 10
@@ -42,6 +43,8 @@ class Gate:
         self._kept: dict[Case, tuple[int, Prepared]] = {}
         self._far: Tensor | None = None
         self._sm_count = 0
+        backward = problem.direction == "backward"
+        self._prepare = gradients.prepare if backward else trial.prepare
         if self.device.type == "cuda":
             properties = torch.cuda.get_device_properties(self.device)
             self._sm_count = properties.multi_processor_count
@@ -79,7 +82,7 @@ class Gate:
         """With at least `gap` rows of NaN around the inputs, as many as a tile may reach over."""
         made_for, ready = self._kept.get(case, (-1, None))
         if ready is None or made_for < gap:
-            ready = prepare(case, self.problem, self.device, gap, self._home)
+            ready = self._prepare(case, self.problem, self.device, gap, self._home)
             self._kept[case] = gap, ready
         return ready
 
@@ -140,7 +143,7 @@ def _checks(ready: list[Prepared], measured: list[Tensor]) -> list[Check]:
     return [
         Check(f"{kind}[{one.case.name}]", error, budget, one.detail)
         for one, errors in zip(ready, numbers, strict=True)
-        for kind, error, budget in zip(KINDS, errors, one.budgets, strict=True)
+        for kind, error, budget in zip(one.right.kinds, errors, one.budgets, strict=True)
     ]
 
 

@@ -17,11 +17,15 @@ from fagen.config import Config
 from fagen.generate.families import FAMILIES, flash_bwd
 from fagen.generate.families.base import every_choice, why_invalid
 from fagen.generate.families.flash_bwd import Knobs
+from fagen.generate.program import Program
 from fagen.generate.render import render
 from fagen.judge import reference
+from fagen.judge.verify import Gate
+from fagen.outcome import Verdict
 from fagen.problem import Problem, make_problem
 from fagen.run.kernel import load
 from fagen.target import preset
+from mutations import edited
 
 H200 = preset("h200")
 SMALL = Knobs(32, 32, 4, 1, 32, 32, 4, 1)
@@ -136,3 +140,53 @@ def test_any_legal_problem_has_exact_gradients() -> None:
         assert_exact(problem, valid[0], scale)
 
     check()
+
+
+# The gate
+
+
+FAULTS = {
+    "delta forgotten for dK": (r"dp - delta\[None, :\]", "dp"),
+    "delta forgotten for dQ": (r"dp - delta\[:, None\]", "dp"),
+    "one query head of each group": (r"group \* tiles_m", "tiles_m"),
+    "the diagonal hidden": (r"keys\[:, None\] <= rows", "keys[:, None] < rows"),
+    "the diagonal's neighbour seen": (r"<= last_seen\[:, None\]", "<= last_seen[:, None] + 1"),
+    "rows above the diagonal left out": (
+        r"first_m = .*",
+        "first_m = n // BLOCK_M * BLOCK_M + BLOCK_M",
+    ),
+    "no scale on dK": (r"dk = dk \* \(.*\)", "dk = dk"),
+    "no scale on dQ": (r"dq = dq \* \(.*\)", "dq = dq"),
+    "LSE in log2 units": (r" \* 1\.4426950408889634", ""),
+    "DELTA of the first tile alone": (
+        r"rows = tl.program_id\(0\) % tiles \* BLOCK_M",
+        "rows = 0 * BLOCK_M",
+    ),
+    "dV of P in other units": (r"dv = tl.dot\(p", "dv = tl.dot((p * 1.02)"),
+    "the last keys are not stored": (
+        r"held = keys < seq_kv\n    offs_d",
+        "held = keys < seq_kv - 1\n    offs_d",
+    ),
+    "stored past the end": (r"dk.to\((.*?)\), mask=held\[:, None\] &", r"dk.to(\1), mask="),
+}
+CORNER = backward(60, 24, seq_kv=70, heads=4, kv_heads=2, causal=True, causal_align="bottom_right")
+
+
+def checked(program: Program) -> Verdict:
+    runner, gate = load(program, H200, "cpu"), Gate(program.problem, torch.device("cpu"))
+    tile = flash_bwd.tile(program.config.knobs)
+    return gate.check(runner.launch_poisoned, tile, program.limits, level="quick")
+
+
+@pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
+def test_the_gate_lets_it_through(causal: str) -> None:
+    words: dict[str, Any] = {} if causal == "none" else {"causal": True, "causal_align": causal}
+    problem = backward(60, 24, seq_kv=70, heads=4, kv_heads=2, **words)
+    verdict = checked(render(problem, Config(flash_bwd.NAME, SMALL)))
+    assert verdict.passed, verdict.worst
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_gate_catches_a_planted_fault(fault: str) -> None:
+    program = render(CORNER, Config(flash_bwd.NAME, SMALL))
+    assert not checked(edited(program, fault, *FAULTS[fault])).passed
