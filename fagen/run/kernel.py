@@ -221,7 +221,8 @@ def _blank(tensors: tuple[Tensor, ...], _scale_log2: float, _stream: int) -> Non
 
 def _no_gradient(tensors: tuple[Tensor, ...], _scale_log2: float, _stream: int) -> None:
     """That of nothing, or of what nobody sees."""
-    for gradient in tensors[-3:]:
+    *_, dq, dk, dv = tensors[: len(TENSORS["backward"])]
+    for gradient in (dq, dk, dv):
         gradient.zero_()
 
 
