@@ -30,7 +30,8 @@ from torch import Tensor
 from fagen.generate.descriptors import block_shape
 from fagen.generate.families import family_of
 from fagen.generate.program import Program, Sizes
-from fagen.run.arguments import sizes_of
+from fagen.run.arguments import TENSORS, described, sizes_of
+from fagen.run.cuda import dense_strides
 
 LOG2_E = 1.4426950408889634
 
@@ -105,12 +106,20 @@ class Pointer:
     def __add__(self, more: Any) -> Pointer:
         return Pointer(self.memory, self.offset + more)
 
-    def store(self, value: Any, mask: Any) -> None:
+    def store(self, value: Any, mask: Any = True) -> None:
         where, value, mask = np.broadcast_arrays(self.offset, value, mask)
-        chosen = where[mask]
+        self.memory[self._inside(where[mask])] = value[mask]
+
+    def load(self, mask: Any = True, other: float = np.nan) -> Array:
+        where, mask = np.broadcast_arrays(self.offset, mask)
+        found = np.full(where.shape, other, np.float32)
+        found[mask] = self.memory[self._inside(where[mask])]
+        return found.view(Array)
+
+    def _inside(self, chosen: Any) -> Any:
         if chosen.size and not (chosen.min() >= 0 and chosen.max() < self.memory.size):
             raise OutOfBounds(f"elements {chosen.min()} to {chosen.max()} of {self.memory.size}")
-        self.memory[chosen] = value[mask]
+        return chosen
 
 
 @dataclass
@@ -119,11 +128,13 @@ class Descriptor:
 
     memory: np.ndarray
     box: list[int]
+    dtype: str = "bf16"
     layout: object = None
 
     @property
     def block_type(self) -> SimpleNamespace:
-        return SimpleNamespace(nbytes=2 * math.prod(self.box))
+        item = 4 if self.dtype == "fp32" else 2
+        return SimpleNamespace(nbytes=item * math.prod(self.box), shape=self.box)
 
     def parts(self, where: Sequence[int]) -> tuple[Any, Any]:
         """(what of the tensor, what of the tile) lies in both."""
@@ -173,7 +184,7 @@ class Flight:
     """What one partition has under way."""
 
     products: list[Product] = field(default_factory=list)
-    stores: list[tuple[Descriptor, Any, Shared]] = field(default_factory=list)
+    stores: list[tuple[Descriptor, Any, Shared, bool]] = field(default_factory=list)
 
 
 class Block:
@@ -281,14 +292,21 @@ class Block:
         barrier.settle()
 
     def store(self, desc: Descriptor, where: Sequence[int], tile: Shared) -> None:
-        assert where[2] >= 0, "TMA stores no tile that begins before row 0"
-        self.flight.stores.append((desc, where, tile))
+        self._send(desc, where, tile, adds=False)
+
+    def reduce_add(self, desc: Descriptor, where: Sequence[int], tile: Shared) -> None:
+        self._send(desc, where, tile, adds=True)
+
+    def _send(self, desc: Descriptor, where: Sequence[int], tile: Shared, *, adds: bool) -> None:
+        assert min(where) >= 0, "TMA stores no tile that begins before row 0"
+        self.flight.stores.append((desc, where, tile, adds))
 
     def store_wait(self, most: int) -> None:
         while len(self.flight.stores) > most:
-            desc, where, tile = self.flight.stores.pop(0)
+            desc, where, tile, adds = self.flight.stores.pop(0)
             outer, inner = desc.parts(where)
-            desc.memory[outer] = tile.data.reshape(desc.box)[inner]
+            sent = tile.data.reshape(desc.box)[inner]
+            desc.memory[outer] = desc.memory[outer] + sent if adds else sent
 
     # products
 
@@ -393,11 +411,13 @@ def _words(block: Block) -> dict[str, Any]:
         where=_choose,
         maximum=_larger,
         minimum=np.minimum,
+        cdiv=lambda size, by: -(-size // by),
         max=np.fmax.reduce,
         sum=np.sum,
         exp2=np.exp2,
         log2=np.log2,
-        store=lambda pointer, value, mask: pointer.store(value, mask),
+        store=lambda pointer, value, mask=True: pointer.store(value, mask),
+        load=lambda pointer, mask=True, other=np.nan: pointer.load(mask, other),
     )
     gl.tensor = gl.shared_memory_descriptor = object
     gl.int32, gl.int64, gl.float16, gl.bfloat16 = "i32", "i64", "fp16", "bf16"
@@ -405,6 +425,7 @@ def _words(block: Block) -> dict[str, Any]:
         "gl": gl,
         "gluon": SimpleNamespace(jit=_itself, constexpr_function=_itself),
         "aggregate": _itself,
+        "reduce_add": block.reduce_add,  # which Gluon lacks: the module makes it of the builder's
         "fence_async_shared": nothing,
         "mbarrier": SimpleNamespace(
             MBarrierLayout=nothing,
@@ -426,7 +447,7 @@ def _words(block: Block) -> dict[str, Any]:
 
 
 class Stepper:
-    """A Program of one Gluon kernel, as a launch(q, k, v, o, lse, scale) on CPU tensors."""
+    """A Program in Gluon, as a `Runner.launch` on CPU tensors."""
 
     def __init__(self, program: Program, sm_count: int = 3, seed: int = 0) -> None:
         # Integers are as long as they need to be, and sizes have no methods.
@@ -445,41 +466,58 @@ class Stepper:
         found: Callable[..., Any] = words[name]
         return found
 
-    def launch(
-        self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float
-    ) -> None:
-        """As `Runner.launch`; `o` and `lse` are contiguous."""
-        sizes = sizes_of(q, k, v)
-        if sizes.batch * sizes.heads_q * sizes.seq_q == 0:
-            return
-        if sizes.seq_kv == 0:
-            o.zero_()
-            lse.fill_(-torch.inf)
+    def launch(self, *given: Any) -> None:
+        """As `Runner.launch`; outputs are contiguous."""
+        direction = self.program.problem.direction
+        tensors: dict[str, Tensor] = dict(zip(TENSORS[direction], given[:-1], strict=True))
+        sizes = sizes_of(*given[:3])
+        if sizes.batch * sizes.heads_q * sizes.seq_q * sizes.seq_kv == 0:
+            _launch_nothing(direction, tensors)
             return
         problem, knobs = self.program.problem, self.program.config.knobs
         family = family_of(self.program.config)
-        out = o.float().numpy()
-        tensors = {"q": q, "k": k, "v": v}
-        memory = {name: x.float().numpy() for name, x in tensors.items()} | {"o": out}
-        (entry,) = self.program.entries
+        memory = {name: x.float().numpy() for name, x in tensors.items()}
+        spaces = family.workspaces(knobs, sizes)
+        memory |= {space.name: np.full(space.shape, np.nan, np.float32) for space in spaces}
         values: dict[str, Any] = {
             "counter": Pointer(self.counter),
-            "O": Pointer(out.reshape(-1)),
-            "LSE": Pointer(lse.numpy().reshape(-1)),
-            "scale_log2": np.float32(scale * LOG2_E),
+            **{name: Pointer(x.reshape(-1)) for name, x in memory.items()},
+            "scale_log2": np.float32(given[-1] * LOG2_E),
+            **_strides(tensors),
             **_sizes(sizes),
             **family.scalars(problem, knobs, sizes, self.sm_count),
         }
-        args = [
-            _descriptor(arg.type, memory[arg.name[0]], sizes.heads_kv)
-            if arg.type.startswith("tensordesc")
-            else values[arg.name]
-            for arg in entry.args
-        ]
-        grid, *_ = family.grid(problem, knobs, 0, sizes, self.sm_count)
-        for number in range(grid):
-            self.function(entry.function, Block(number, grid, self.dice))(*args)
-        o.copy_(torch.from_numpy(out))
+        for number, entry in enumerate(self.program.entries):
+            args = [
+                _descriptor(arg.type, memory[described(arg)], sizes.heads_kv)
+                if arg.type.startswith("tensordesc")
+                else values[arg.name]
+                for arg in entry.args
+            ]
+            grid = family.grid(problem, knobs, number, sizes, self.sm_count)
+            for block in range(grid[0]):
+                self.function(entry.function, Block(block, grid[0], self.dice))(*args)
+        for name in ("O", "LSE") if direction == "forward" else ("DQ", "DK", "DV"):
+            tensors[name].copy_(torch.from_numpy(memory[name]))
+
+
+def _launch_nothing(direction: str, tensors: dict[str, Tensor]) -> None:
+    if direction == "forward":
+        tensors["O"].zero_()
+        tensors["LSE"].fill_(-torch.inf)
+    else:
+        for name in ("DQ", "DK", "DV"):
+            tensors[name].zero_()
+
+
+def _strides(tensors: dict[str, Tensor]) -> dict[str, int]:
+    """Those of dense copies: numpy has each tensor's elements side by side."""
+    return {
+        f"stride_{name.lower()}{dim}": stride
+        for name, tensor in tensors.items()
+        if tensor.ndim == 4
+        for dim, stride in zip("bhsd", dense_strides(tuple(tensor.shape)), strict=True)
+    }
 
 
 def _sizes(sizes: Sizes) -> dict[str, int]:
@@ -487,8 +525,8 @@ def _sizes(sizes: Sizes) -> dict[str, int]:
 
 
 def _descriptor(word: str, memory: np.ndarray, heads_kv: int) -> Descriptor:
-    box = block_shape(word)
+    box, dtype = block_shape(word), word[word.index("<") + 1 : word.index("[")]
     if len(box) == 5:  # heads that share keys, as a dimension after the rows
         batch, heads, rows, dim = memory.shape
         memory = memory.reshape(batch, heads_kv, heads // heads_kv, rows, dim).swapaxes(2, 3)
-    return Descriptor(memory, box)
+    return Descriptor(memory, box, dtype)

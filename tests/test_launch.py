@@ -115,9 +115,9 @@ def hooks(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def settled() -> Settled:
     sizes = sizes_of(Q, K, V)
-    places = {name: place for place, name in enumerate((*TENSORS, "counter"))}
-    numbers = numbers_of(Q, K, V, sizes)
-    return Settled((2, 3, 4), numbers, places, extents_of(Q, K, V, sizes))
+    places = {name: place for place, name in enumerate((*TENSORS["forward"], "counter"))}
+    numbers = numbers_of((Q, K, V), sizes)
+    return Settled((2, 3, 4), numbers, places, extents_of((Q, K, V), sizes))
 
 
 def made(kernel: FakeKernel) -> Any:

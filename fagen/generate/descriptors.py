@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-_GLUON_DTYPE = {"bf16": "bfloat16", "fp16": "float16"}
+_GLUON_DTYPE = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def block_shape(word: str) -> list[int]:

@@ -81,11 +81,14 @@ class Entry:
 
 @dataclass(frozen=True)
 class Workspace:
-    """Scratch memory that the entry kernels share. Contents are undefined before the first one."""
+    """Scratch memory that the entry kernels share. Contents are undefined before the first one.
+
+    shape: as a descriptor of it sees it.
+    """
 
     name: str
     dtype: str
-    elements: int
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fagen.generate.descriptors import block_shape
-from fagen.generate.program import Arg, Sizes
+from fagen.generate.program import Arg, Sizes, Workspace
 from fagen.run.cuda import dense_strides
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ TENSORS = {
     "forward": ("Q", "K", "V", "O", "LSE"),
     "backward": ("Q", "K", "V", "O", "LSE", "G", "DQ", "DK", "DV"),
 }
-DESCRIBED = TENSORS["forward"].index  # which tensor a descriptor's letter means
 SCALE = "scale_log2"
 COUNTER = "counter"
 ALIGNED = 16  # elements: a multiple of 16 bytes in every dtype
@@ -44,14 +43,14 @@ class Settled:
 
     numbers: integer arguments by name.
     places: which of a launch's tensors an argument name means.
-    extents: for descriptors, by which of the first tensors (Q, K, V, O), and rank: 4, or 5 where
-        heads that share keys are a dimension of their own.
+    extents: for descriptors, by tensor and rank. Those of Q and O have 4, or 5 where heads that
+        share keys are a dimension of their own.
     """
 
     grid: tuple[int, int, int]
     numbers: dict[str, int]
     places: dict[str, int]
-    extents: dict[tuple[int, int], Extent]
+    extents: dict[tuple[str, int], Extent]
 
 
 class Wires(NamedTuple):
@@ -72,9 +71,9 @@ def wire(args: tuple[Arg, ...], settled: Settled, spread: Spread) -> Wires:
     for arg in args:
         at = len(wires.values)
         if arg.type.startswith("tensordesc"):
-            which = DESCRIBED(arg.name[0].upper())
-            extent = settled.extents[which, len(block_shape(arg.type))]
-            wires.descriptors.append((at, which, extent))
+            name = described(arg)
+            extent = settled.extents[name, len(block_shape(arg.type))]
+            wires.descriptors.append((at, settled.places[name], extent))
             wires.values.extend(spread(extent))
             continue
         if arg.name in settled.places:
@@ -86,6 +85,11 @@ def wire(args: tuple[Arg, ...], settled: Settled, spread: Spread) -> Wires:
         else:
             wires.values.append(settled.numbers[arg.name])
     return wires
+
+
+def described(arg: Arg) -> str:
+    """The tensor or workspace of a descriptor: its name up to the first underscore."""
+    return arg.name.partition("_")[0].upper()
 
 
 def numbers_of(inputs: Sequence[Tensor], sizes: Sizes) -> dict[str, int]:
@@ -106,14 +110,25 @@ def numbers_of(inputs: Sequence[Tensor], sizes: Sizes) -> dict[str, int]:
     return numbers
 
 
-def extents_of(q: Tensor, k: Tensor, v: Tensor, sizes: Sizes) -> dict[tuple[int, int], Extent]:
-    """Those of q, k, v and of the dense output (B, Hq, Sq, Dv); see Settled."""
-    o = (sizes.batch, sizes.heads_q, sizes.seq_q, sizes.head_dim_v)
-    of_tensors = [(tuple(t.shape), t.stride()) for t in (q, k, v)] + [(o, dense_strides(o))]
-    extents = {(which, 4): Extent.of(*one) for which, one in enumerate(of_tensors)}
-    for which in (DESCRIBED("Q"), DESCRIBED("O")):
-        extents[which, 5] = _grouped(*of_tensors[which], sizes)
-    return extents
+def extents_of(
+    inputs: Sequence[Tensor], sizes: Sizes, spaces: Sequence[Workspace] = ()
+) -> dict[tuple[str, int], Extent]:
+    """Those of all that a descriptor may stand for; see Settled.
+
+    inputs: q, k, v, and of a backward pass g. Outputs and workspaces are dense.
+    """
+    of: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+        name: (tuple(t.shape), t.stride()) for name, t in zip("QKVG", inputs, strict=False)
+    }
+    dense: dict[str, tuple[int, ...]] = {
+        "O": (sizes.batch, sizes.heads_q, sizes.seq_q, sizes.head_dim_v)
+    }
+    if "G" in of:
+        dense |= {f"D{name}": of[name][0] for name in "QKV"}
+    dense |= {space.name: space.shape for space in spaces}
+    of |= {name: (shape, dense_strides(shape)) for name, shape in dense.items()}
+    extents = {(name, len(one[0])): Extent.of(*one) for name, one in of.items()}
+    return extents | {(name, 5): _grouped(*of[name], sizes) for name in "QO"}
 
 
 def _grouped(shape: tuple[int, ...], strides: tuple[int, ...], sizes: Sizes) -> Extent:

@@ -110,8 +110,7 @@ class Runner:
         tensors = TENSORS[self.program.problem.direction]
         names = (*tensors, *(space.name for space in spaces), COUNTER)
         places = {name: place for place, name in enumerate(names)}
-        q, k, v, *_ = inputs
-        extents = extents_of(q, k, v, sizes)
+        extents = extents_of(inputs, sizes, spaces)
         grids = (
             self._family.grid(self.program.problem, knobs, number, sizes, self._sm_count)
             for number in range(len(self._kernels))
@@ -230,5 +229,5 @@ def _scratch(space: Workspace, device: torch.device, *, poisoned: bool) -> Tenso
     import torch
 
     types = {"fp32": torch.float32}
-    memory = torch.empty(space.elements, dtype=types[space.dtype], device=device)
+    memory = torch.empty(space.shape, dtype=types[space.dtype], device=device)
     return memory.fill_(float("nan")) if poisoned else memory

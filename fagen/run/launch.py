@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from fagen.generate.descriptors import block_shape
 from fagen.generate.program import Arg, Entry
-from fagen.run.arguments import TENSORS, Extent, Settled, wire
+from fagen.run.arguments import Extent, Settled, described, wire
 from fagen.run.cuda import current_stream
 from fagen.run.maps import MakeMaps, Missing, map_makers
 
@@ -228,17 +228,19 @@ def _try_out(direct: Direct, device: torch.device) -> None:
     import torch
 
     room = torch.empty(1024, dtype=torch.uint8, device=device)
-    any_extents = {
-        4: Extent.of((1, 1, 1, 64), (64, 64, 64, 1)),
-        5: Extent.of((1, 1, 1, 1, 64), (64, 64, 64, 64, 1)),
+    descriptors = [arg for arg in direct.args if arg.type.startswith("tensordesc")]
+    ranks = [(described(arg), len(block_shape(arg.type))) for arg in descriptors]
+    extents = {
+        (name, rank): Extent.of((*(1,) * (rank - 1), 64), (*(64,) * (rank - 1), 1))
+        for name, rank in ranks
     }
-    extents = {(which, rank): any_extents[rank] for which in range(4) for rank in any_extents}
-    pointers = {arg.name: 0 for arg in direct.args if arg.type.startswith("*")}
+    pointers = [arg.name for arg in direct.args if arg.type.startswith("*")]
+    places = dict.fromkeys((*pointers, *(name for name, _ in ranks)), 0)
     numbers = {arg.name: 0 for arg in direct.args if not arg.type.startswith("*")}
-    settled = Settled((0, 0, 0), numbers, pointers, extents)
+    settled = Settled((0, 0, 0), numbers, places, extents)
     step = replace(direct, hooked=lambda: False).bind(settled)
     try:
-        step((room,) * len(TENSORS["forward"]), 1.0, current_stream(device)())
+        step((room,), 1.0, current_stream(device)())
     except Exception as error:  # whatever an unknown function makes of what it is given
         raise Missing(f"a trial gave {type(error).__name__}: {error}") from error
 

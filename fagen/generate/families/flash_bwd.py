@@ -155,7 +155,7 @@ def scalars(problem: Problem, knobs: Knobs, sizes: Sizes, sm_count: int) -> dict
 
 
 def workspaces(knobs: Knobs, sizes: Sizes) -> tuple[Workspace, ...]:
-    return (Workspace("DELTA", "fp32", sizes.batch * sizes.heads_q * sizes.seq_q),)
+    return (Workspace("DELTA", "fp32", (sizes.batch * sizes.heads_q * sizes.seq_q,)),)
 
 
 def limits(problem: Problem, knobs: Knobs) -> dict[str, range]:

@@ -117,9 +117,9 @@ def scalars(problem: Problem, knobs: Knobs, sizes: Sizes, sm_count: int) -> dict
 def workspaces(knobs: Knobs, sizes: Sizes) -> tuple[Workspace, ...]:
     rows = sizes.batch * sizes.heads_q * sizes.seq_q
     return (
-        Workspace("ACC", "fp32", rows * padded(sizes.head_dim_v)),
-        Workspace("M", "fp32", rows),
-        Workspace("L", "fp32", rows),
+        Workspace("ACC", "fp32", (rows * padded(sizes.head_dim_v),)),
+        Workspace("M", "fp32", (rows,)),
+        Workspace("L", "fp32", (rows,)),
     )
 
 
