@@ -190,8 +190,8 @@ def make_problem(  # noqa: PLR0913  (the words of the command line, each with it
         raise BadProblem(f"scale_sign {scale_sign!r} is unknown.", "Use positive or any.")
     if layout not in (None, "aligned16", "any"):
         raise BadProblem(f"layout {layout!r} is unknown.", "Use aligned16 or any.")
-    if direction != "forward":
-        raise BadProblem(f"direction {direction!r} has no kernels yet.", "Use forward.")
+    if direction not in ("forward", "backward"):
+        raise BadProblem(f"direction {direction!r} has no kernels.", "Use forward or backward.")
     dim_v = head_dim if head_dim_v is None else head_dim_v
     shape = Shape(
         batch=_size("batch", batch, 0),

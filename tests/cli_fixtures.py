@@ -13,10 +13,10 @@ from typing import Any
 from fagen.config import Config
 from fagen.generate.families import config_from_dict
 from fagen.generate.render import render
+from fagen.generate.space import seeds_of
 from fagen.outcome import GATE, Built, Check, KernelFacts, Outcome, Status, Timing, Verdict
 from fagen.problem import make_problem
 from fagen.records import Plan, Records
-from fagen.serve.candidates import defaults
 from fagen.target import Target, preset, toolchain
 
 
@@ -55,7 +55,7 @@ def _write(
 ) -> int:
     """source_key: another one than the config's source has now."""
     problem, target = make_problem(seq, head_dim), target or preset("h200")
-    config = config or next(defaults(problem, preset("h200")))
+    config = config or seeds_of(problem, preset("h200"))[0]
     program = render(problem, config, toolchain().triton_minor)
     outcome = Outcome(
         config,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fagen.config import Config
-from fagen.generate.families import flash, flash_ws, kv_outer, slim
+from fagen.generate.families import flash, flash_bwd, flash_ws, kv_outer, slim
 from fagen.generate.program import Program
 from fagen.generate.render import render
 from fagen.problem import Problem, make_problem
@@ -28,6 +28,10 @@ def _kv_outer(**knobs: object) -> Config:
 
 def _slim(**knobs: object) -> Config:
     return Config("slim", slim.Knobs(**knobs))  # type: ignore[arg-type]
+
+
+def _flash_bwd(**knobs: object) -> Config:
+    return Config("flash_bwd", flash_bwd.Knobs(**knobs))  # type: ignore[arg-type]
 
 
 _FULL = make_problem(8192, 128)
@@ -55,7 +59,23 @@ _CORNER_96 = make_problem(
 )
 _WIDE_PADDED = make_problem(4096, 192, head_dim_v=120, causal=True, causal_align="bottom_right")
 
+_GRADIENTS = make_problem(8192, 128, direction="backward")
+_GRADIENTS_ODD = make_problem(
+    200,
+    72,
+    head_dim_v=64,
+    heads=4,
+    kv_heads=2,
+    dtype="fp32",
+    causal=True,
+    causal_align="bottom_right",
+    layout="any",
+    direction="backward",
+)
+
 CASES: list[tuple[Problem, Config]] = [
+    (_GRADIENTS, _flash_bwd()),
+    (_GRADIENTS_ODD, _flash_bwd(kv_block_m=32, kv_block_n=32, q_block_m=32, q_block_n=32)),
     (_FULL, _flash(block_n=128, num_stages=2, loads="tma")),
     (_CAUSAL, _flash(loads="tma", loop="rotate_p", mask="longest_first", order="heads_first")),
     (_CAUSAL, _flash(loop="rotate_s", mask="every_tile", order="head_groups")),

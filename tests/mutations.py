@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, replace
 
 from fagen.config import Config
-from fagen.generate.families import flash, flash_ws, kv_outer, slim
+from fagen.generate.families import flash, flash_bwd, flash_ws, kv_outer, slim
 from fagen.generate.program import Program
 from fagen.generate.render import render
 from fagen.problem import Problem, make_problem
@@ -52,10 +52,25 @@ _CAUSAL = make_problem(500, 24, dtype="fp16", causal=True)
 _CORNER = make_problem(500, 24, dtype="fp16", causal=True, causal_align="bottom_right")
 _GROUPED = make_problem(500, 24, dtype="fp16", heads=4, kv_heads=2)
 
+_GRADIENTS = make_problem(
+    500,
+    24,
+    dtype="fp16",
+    heads=4,
+    kv_heads=2,
+    causal=True,
+    causal_align="bottom_right",
+    direction="backward",
+)
+
 FULL = (_FULL, _flash())
 CAUSAL = (_CAUSAL, _flash())
 CORNER = (_CORNER, _flash(mask="longest_first"))
 GROUPED = (_GROUPED, _flash(order="heads_first"))
+GRADIENTS = (
+    _GRADIENTS,
+    Config("flash_bwd", flash_bwd.Knobs(32, 32, 4, 1, 32, 32, 4, 1)),
+)
 KEPT = (_FULL, _flash(rescale_tau=8.0, rescale_skip="branch"))
 ROTATED = (_CAUSAL, _flash(loop="rotate_p"))
 AHEAD = (_FULL, _flash(loop="rotate_s"))
@@ -254,6 +269,48 @@ _WARP_SPECIALISED = [
 ]
 
 MUTATIONS: dict[str, list[Mutation]] = {
+    "flash_bwd": [
+        Mutation("delta forgotten for dK", GRADIENTS, r"dp - delta\[None, :\]", "dp"),
+        Mutation("delta forgotten for dQ", GRADIENTS, r"dp - delta\[:, None\]", "dp"),
+        Mutation("one query head of each group", GRADIENTS, r"group \* tiles_m", "tiles_m"),
+        Mutation(
+            "the diagonal hidden", GRADIENTS, r"keys\[:, None\] <= rows", "keys[:, None] < rows"
+        ),
+        Mutation(
+            "the diagonal's neighbour seen",
+            GRADIENTS,
+            r"<= last_seen\[:, None\]",
+            "<= last_seen[:, None] + 1",
+        ),
+        Mutation(
+            "rows above the diagonal left out",
+            GRADIENTS,
+            "first_m = .*",
+            "first_m = n // BLOCK_M * BLOCK_M + BLOCK_M",
+        ),
+        Mutation("no scale on dK", GRADIENTS, r"dk = dk \* \(.*\)", "dk = dk"),
+        Mutation("no scale on dQ", GRADIENTS, r"dq = dq \* \(.*\)", "dq = dq"),
+        Mutation("LSE in log2 units", GRADIENTS, r" \* 1\.4426950408889634", ""),
+        Mutation(
+            "DELTA of the first tile alone",
+            GRADIENTS,
+            r"rows = tl.program_id\(0\) % tiles \* BLOCK_M",
+            "rows = 0 * BLOCK_M",
+        ),
+        Mutation("dV of P in other units", GRADIENTS, r"dv = tl.dot\(p", "dv = tl.dot((p * 1.02)"),
+        Mutation(
+            "the last keys are not stored",
+            GRADIENTS,
+            r"held = keys < seq_kv\n    offs_d",
+            "held = keys < seq_kv - 1\n    offs_d",
+        ),
+        Mutation(
+            "stored past the end",
+            GRADIENTS,
+            r"dk.to\((.*?)\), mask=held\[:, None\] &",
+            r"dk.to(\1), mask=",
+        ),
+    ],
     "flash_ws": [replace(mutation, gpu_only=True) for mutation in _WARP_SPECIALISED],
     "flash": [
         *_everywhere(FULL, CAUSAL, CORNER, GROUPED),

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fagen.generate.program import Program
+from fagen.judge.reference import truth_gradients
 from fagen.outcome import Check, Verdict
 from fagen.problem import Problem
+from fagen.serve import library
 from fagen.target import Target
+
+if TYPE_CHECKING:
+    import pytest
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: str, scale: float) -> tuple[Tensor, Tensor]:
@@ -36,17 +41,26 @@ class FakeRunner:
     target: Target
     device: torch.device
     launches: list[tuple[int, ...]] = field(default_factory=list)
+    wanted: list[tuple[str, ...]] = field(default_factory=list)  # of a backward pass
 
-    def launch(
-        self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float
-    ) -> None:
+    def launch(self, *given: Any) -> None:
+        q, k, v, o, lse, *backward, scale = given
         self.launches.append(tuple(q.shape))
-        causal = self.program.problem.features.causal
-        right, right_lse = attention(q, k, v, causal, scale)
+        features = self.program.problem.features
+        if backward:
+            g, *outputs = backward
+            for out, right in zip(
+                outputs, truth_gradients(q, k, v, g, features, scale), strict=True
+            ):
+                if out.shape == right.shape:  # else it is not wanted
+                    out.copy_(right)
+            return
+        right, right_lse = attention(q, k, v, features.causal, scale)
         o.copy_(right)
         lse.copy_(right_lse)
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    def prepare(self, *inputs: Tensor, wanted: Any = ()) -> Any:
+        self.wanted.append(tuple(wanted))
         return self.launch
 
     def launch_poisoned(self, *tensors: Any) -> None:
@@ -81,3 +95,13 @@ class FakeGate:
         self.machine.checked.append(program.key)
         error = 1.0 if program.config.family in self.machine.wrong else 0.0
         return Verdict((Check("o_max", error, 0.5),), "fake")
+
+
+def faked(monkeypatch: pytest.MonkeyPatch) -> FakeMachine:
+    """One that all kernels of this process are loaded on, none of them remembered."""
+    fake = FakeMachine()
+    library.forget()
+    library._warned.clear()
+    monkeypatch.setattr("fagen.run.kernel.load", fake.load)
+    monkeypatch.setattr("fagen.judge.verify.Gate", fake.gate)
+    return fake

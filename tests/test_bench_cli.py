@@ -15,12 +15,12 @@ from fagen.cli import bench
 from fagen.cli.main import main
 from fagen.cli.options import grid_options
 from fagen.errors import VerificationFailed
+from fagen.generate.space import seeds_of
 from fagen.judge.calls import CallTiming
 from fagen.judge.peers.lineup import BACKENDS
 from fagen.outcome import Timing
 from fagen.problem import Problem
 from fagen.report import plot
-from fagen.serve.candidates import defaults
 from fagen.serve.compare import KERNEL, Comparison
 from fagen.target import preset
 
@@ -131,7 +131,7 @@ class Races:
         times = {KERNEL: seq / 10, "fa3 (fa3-fwd 1)": seq / 8, "sdpa-flash (torch 2)": seq / 4}
         return Comparison(
             problem,
-            SimpleNamespace(config=next(defaults(problem, H200)), origin="tuned"),  # type: ignore[arg-type]
+            SimpleNamespace(config=seeds_of(problem, H200)[0], origin="tuned"),  # type: ignore[arg-type]
             {name: Timing((us,) * 3, "p") for name, us in times.items()},
             {
                 n: CallTiming(Timing((9.0,) * 3, "w"), Timing((us + 9,) * 3, "w"))

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from fagen.errors import VerificationFailed
+from fagen.generate.space import seeds_of
 from fagen.judge.calls import CallTiming
 from fagen.outcome import Check, Timing, Verdict
 from fagen.problem import Problem
-from fagen.serve.candidates import defaults
 from fagen.serve.compare import KERNEL, Comparison
 from fagen.target import preset
 
@@ -49,7 +49,7 @@ class Races:
         return Comparison(
             problem,
             SimpleNamespace(  # type: ignore[arg-type]
-                config=next(defaults(problem, H200)),
+                config=seeds_of(problem, H200)[0],
                 origin="tuned",
                 verdict=Verdict(checks, "NVIDIA H200"),
                 chosen=SimpleNamespace(program=SimpleNamespace(key="k")),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fagen.config import Config
-from fagen.generate.families import FAMILIES
+from fagen.generate.families import FAMILIES, families_of
 from fagen.generate.model import LAUNCH_US, predict_us
 from fagen.generate.space import SearchSpace, seeds_of
 from fagen.outcome import Built, KernelFacts
@@ -224,7 +224,7 @@ def test_any_size_has_a_positive_finite_time(sizes: tuple[int, int], causal: boo
         causal=causal,
         causal_align="bottom_right" if causal else "top_left",
     )
-    for family in FAMILIES.values():
+    for family in families_of(problem.direction):
         for knobs in family.seeds(make_problem(512, 64), H200):
             time_us = predict_us(problem, H200, Config(family.NAME, knobs), None)
             assert LAUNCH_US <= time_us < 1e4

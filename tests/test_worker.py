@@ -115,7 +115,9 @@ def test_what_is_clearly_slower_is_not_checked_further_and_is_no_winner(
     levels = []
     check = bench._gate.check
     monkeypatch.setattr(
-        bench._gate, "check", lambda *a, level: (levels.append(level), check(*a, level=level))[1]
+        bench._gate,
+        "check",
+        lambda *a, level, **more: (levels.append(level), check(*a, level=level, **more))[1],
     )
     tried = bench.try_program(TryProgram(program(0)))
     assert tried.status == Status.SLOWER and tried.verdict is None

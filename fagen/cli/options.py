@@ -24,19 +24,29 @@ SHAPE_WORDS = (
     "dtype",
     "causal",
     "causal_align",
+    "direction",
 )
+DIRECTIONS = ("forward", "backward")
+BOTH = "both"
 
 
-def shape_options(*, required: bool) -> Callable[[Command], Command]:
-    """A shape, handed to the command as `problem`; None when not required and not given."""
+def shape_options(*, required: bool, both: bool = False) -> Callable[[Command], Command]:
+    """A shape, handed to the command as `problem`; None when not required and not given.
+
+    both: --direction takes both, and the command `problems`, a list.
+    """
 
     def decorate(command: Command) -> Command:
         @wraps(command)
         def with_problem(**given: Any) -> Any:
             words = {name: given.pop(name) for name in SHAPE_WORDS}
-            return command(problem=_problem(words), **given)
+            if not both:
+                return command(problem=_problem(words), **given)
+            which = DIRECTIONS if words["direction"] == BOTH else (words["direction"],)
+            problems = [_problem({**words, "direction": one}) for one in which]
+            return command(problems=problems, **given)
 
-        return _stack(with_problem, _shape_options(required))
+        return _stack(with_problem, _shape_options(required, both=both))
 
     return decorate
 
@@ -97,7 +107,9 @@ def _numbers(text: str) -> tuple[int, ...]:
         ) from None
 
 
-def _shape_options(required: bool, many: bool = False) -> list[Callable[[Command], Command]]:
+def _shape_options(
+    required: bool, many: bool = False, both: bool = False
+) -> list[Callable[[Command], Command]]:
     def size(name: str, doc: str, **more: Any) -> Callable[[Command], Command]:
         return click.option(name, type=int, metavar="N", help=doc, **more)
 
@@ -128,6 +140,13 @@ def _shape_options(required: bool, many: bool = False) -> list[Callable[[Command
             "--causal-align",
             type=click.Choice(["top_left", "bottom_right"]),
             help="Corner that --causal is lined up with [default: top_left, as in torch].",
+        ),
+        click.option(
+            "--direction",
+            type=click.Choice([*DIRECTIONS, *((BOTH,) if both else ())]),
+            default="forward",
+            show_default=True,
+            help="backward: the gradients of q, k and v.",
         ),
     ]
 
@@ -184,7 +203,8 @@ def _problems(words: dict[str, Any]) -> list[Problem]:
 
 def _cell(words: dict[str, Any], seq: int, head_dim: int, causal: bool) -> Problem:
     """One shape of a grid. Raises BadProblem, UsageError."""
-    fixed = {name: words[name] for name in ("kv_heads", "seq_kv", "head_dim_v", "dtype")}
+    names = ("kv_heads", "seq_kv", "head_dim_v", "dtype", "direction")
+    fixed = {name: words[name] for name in names}
     align = words["causal_align"] if causal else None
     return make_problem(
         seq,

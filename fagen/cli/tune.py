@@ -16,6 +16,7 @@ from fagen.tune.effort import EFFORTS
 
 if TYPE_CHECKING:
     from fagen.cli.progress import Watcher
+    from fagen.report.plain import Row
     from fagen.tune.result import TuneResult
 
 
@@ -25,7 +26,7 @@ def _of(name: str) -> str:
 
 
 @click.command("tune")
-@shape_options(required=True)
+@shape_options(required=True, both=True)
 @place_options
 @click.option(
     "--devices",
@@ -56,7 +57,7 @@ def _of(name: str) -> str:
 @json_option
 @click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
 def command(
-    problem: Problem,
+    problems: list[Problem],
     device: str | None,
     target: str | None,
     devices: str | None,
@@ -72,46 +73,55 @@ def command(
 
     Without a GPU it works offline for --target (default h200): everything but timing.
     Exit code 0 with a winner, 1 without, 130 or 143 when interrupted; what was measured is kept.
+    --direction both tunes a forward pass and then its backward pass; with --json as a list.
 
     \b
     Example:
       fagen tune --seq 8192 --head-dim 128 --causal
+      fagen tune --seq 8192 --head-dim 128 --direction both
     """
     from fagen.cli.places import place_of
+    from fagen.report import tuning
 
     several = None if devices is None else comma_list(devices)
     if several is not None and (device is not None or target is not None):
         raise BadSetting("--devices stands alone.", "Leave out --device and --target.")
     where, has_gpu = place_of(device if several is None else several[0], target)
-    if not quiet:
-        offline = "" if has_gpu else ", offline: nothing will be timed"
-        note(f"Tuning {problem} on {where}{offline}.")
-    with _watcher(quiet) as watcher:
-        from fagen.tune.tuner import tune  # slow to import: the first line is out by now
+    rows: list[Row] = []
+    for problem in problems:
+        if not quiet:
+            offline = "" if has_gpu else ", offline: nothing will be timed"
+            note(f"Tuning {problem} on {where}{offline}.")
+        with _watcher(quiet) as watcher:
+            from fagen.tune.tuner import tune  # slow to import: the first line is out by now
 
-        stopped: Interrupted | None = None
-        try:
-            result = tune(
-                problem,
-                target=None if has_gpu else where,
-                device=device,
-                devices=several,
-                effort=effort,
-                trials=trials,
-                timeout=timeout,
-                seed=seed,
-                db=db,
-                on_event=watcher,
-            )
-        except Interrupted as stop:
-            stopped, result = stop, cast("TuneResult", stop.result)
-    if stopped is None:
-        _show(result, watcher, db, as_json)
-        return
-    if result is not None and not as_json:  # with --json an error leaves stdout empty
-        with contextlib.suppress(OSError):  # Ctrl-C ended the reader of a pipe too
-            _show(result, watcher, db, as_json)
-    raise stopped
+            stopped: Interrupted | None = None
+            try:
+                result = tune(
+                    problem,
+                    target=None if has_gpu else where,
+                    device=device,
+                    devices=several,
+                    effort=effort,
+                    trials=trials,
+                    timeout=timeout,
+                    seed=seed,
+                    db=db,
+                    on_event=watcher,
+                )
+            except Interrupted as stop:
+                stopped, result = stop, cast("TuneResult", stop.result)
+        if stopped is not None:
+            if result is not None and not as_json:  # with --json an error leaves stdout empty
+                with contextlib.suppress(OSError):  # Ctrl-C ended the reader of a pipe too
+                    _show(result, watcher, db)
+            raise stopped
+        if as_json:
+            rows.append(tuning.tune_row(result, watcher.rejected))
+        else:
+            _show(result, watcher, db)
+    if as_json:
+        emit_json(rows if len(problems) > 1 else rows[0])
 
 
 def _watcher(quiet: bool) -> Watcher:
@@ -122,13 +132,10 @@ def _watcher(quiet: bool) -> Watcher:
     return Watcher(Bar() if sys.stderr is not None and sys.stderr.isatty() else PlainLines())
 
 
-def _show(result: TuneResult, watcher: Watcher, db: str | None, as_json: bool) -> None:
+def _show(result: TuneResult, watcher: Watcher, db: str | None) -> None:
     from fagen.report import tuning
     from fagen.serve.database import location
 
-    if as_json:
-        emit_json(tuning.tune_row(result, watcher.rejected))
-        return
     emit(f"{result.problem} on {result.target}")
     emit_table(tuning.tune_table(result))
     cuts = watcher.started.cuts if watcher.started is not None else {}

@@ -10,11 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 from fagen.config import Config
+from fagen.generate.backward import backward_us
 from fagen.generate.families import family_of, flash_ws
-from fagen.generate.families.base import Family
+from fagen.generate.families.base import Backward, Family
 from fagen.generate.families.tiling import cdiv, padded
 from fagen.generate.persistent import persistent_us
 from fagen.generate.program import Sizes
@@ -126,6 +127,8 @@ def predict_us(problem: Problem, target: Target, config: Config, built: Built | 
     sizes = Sizes.of(problem)
     if not problem.flops:
         return LAUNCH_US
+    if family.DIRECTION == "backward":
+        return backward_us(problem, target, cast(Backward, family), knobs)
     if config.family == flash_ws.NAME:
         return persistent_us(problem, target, knobs)
     blocks = prod(family.grid(problem, knobs, 0, sizes, target.sm_count))

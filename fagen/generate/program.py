@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -63,6 +64,8 @@ class Entry:
     """One kernel of a Program: its function in the module, its arguments in order, its options.
 
     dialect: which of Triton's languages the function is written in.
+    gives: outputs of a backward pass that it is for; one that is for none of those that are wanted
+    is left out.
     """
 
     function: str
@@ -71,6 +74,10 @@ class Entry:
     num_stages: int
     maxnreg: int | None = None
     dialect: Dialect = "triton"
+    gives: tuple[str, ...] = ()
+
+    def is_for(self, wanted: Collection[str]) -> bool:
+        return not self.gives or any(name in wanted for name in self.gives)
 
     @property
     def options(self) -> dict[str, int]:

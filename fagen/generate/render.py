@@ -91,7 +91,10 @@ def _name(problem: Problem, config: Config, key: str) -> str:
         for field, letter in _DIM_LETTERS.items()
         if hasattr(knobs, field)
     )
-    return f"{config.family}_fwd_{s.dtype}_{dim}_{mask}_{tiles}_{key[:8]}"
+    kind = f"{config.family}_fwd"
+    if problem.direction == "backward":  # whose family says so, and has tiles of several kernels
+        kind, tiles = config.family, "m{}n{}".format(*family_of(config).tile(knobs))
+    return f"{kind}_{s.dtype}_{dim}_{mask}_{tiles}_{key[:8]}"
 
 
 def _header(problem: Problem, config: Config, key: str, template: str, digest: str) -> str:

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from fagen.config import Config
-from fagen.generate.families import FAMILIES, base, family_of
+from fagen.generate.families import base, families_of, family_of
 from fagen.problem import Problem
 from fagen.target import Target
 
@@ -28,7 +28,7 @@ class SearchSpace:
     def of(cls, problem: Problem, target: Target) -> SearchSpace:
         configs: list[Config] = []
         cuts: Counter[tuple[str, str]] = Counter()
-        for family in FAMILIES.values():
+        for family in families_of(problem.direction):
             unsupported = family.why_unsupported(problem, target)
             if unsupported is not None:
                 cuts[family.NAME, unsupported] += 1
@@ -44,7 +44,8 @@ class SearchSpace:
 
 def seeds_of(problem: Problem, target: Target) -> tuple[Config, ...]:
     """Valid configs to try first, the default at the front; known long before the whole space."""
-    supported = [f for f in FAMILIES.values() if f.why_unsupported(problem, target) is None]
+    families = families_of(problem.direction)
+    supported = [f for f in families if f.why_unsupported(problem, target) is None]
     seeds = (Config(f.NAME, knobs) for f in supported for knobs in f.seeds(problem, target))
     return tuple(dict.fromkeys(s for s in seeds if why_invalid(problem, target, s) is None))
 

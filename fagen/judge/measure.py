@@ -320,6 +320,10 @@ def _least_bytes(problem: Problem) -> int:
     reads = s.batch * s.heads_kv * keys * (s.head_dim + s.head_dim_v)
     reads += s.batch * s.heads_q * queries * s.head_dim
     writes = s.batch * s.heads_q * s.seq_q * (s.head_dim_v * item + 4)
+    if problem.direction == "backward":
+        reads += 2 * s.batch * s.heads_q * queries * s.head_dim_v  # O and its gradient
+        writes = s.batch * s.heads_q * s.seq_q * s.head_dim * item
+        writes += s.batch * s.heads_kv * s.seq_kv * (s.head_dim + s.head_dim_v) * item
     return (reads * item if problem.visible_pairs else 0) + writes
 
 

@@ -58,10 +58,17 @@ class Gate:
                 self._prepared(case, max(tile))
 
     def check(
-        self, launch: Launch, tile: tuple[int, int], limits: dict[str, range], *, level: Level
+        self,
+        launch: Launch,
+        tile: tuple[int, int],
+        limits: dict[str, range],
+        *,
+        level: Level,
+        repeats: bool = True,
     ) -> Verdict:
         """smoke: one shrunken shape, ragged; quick: all of them; full: the target shape too;
-        finalist: and bitwise repeats. Only full and finalist say that a kernel is right.
+        finalist: and bitwise repeats, if the kernel `repeats`. Only full and finalist say that a
+        kernel is right.
 
         On a CPU, where the interpreter runs, quick takes a shorter list of the same kinds.
         """
@@ -74,7 +81,7 @@ class Gate:
         with self._on_device(), torch.no_grad():
             ready = [self._prepared(case, max(tile)) for case in todo if self._fits(case)]
             found = _checks(ready, [one.run(launch) for one in ready])
-            if level == "finalist":
+            if level == "finalist" and repeats:
                 found += self._repeats(launch, ready)
         return Verdict(tuple(_worth_keeping(found)), self._where())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +32,7 @@ LOG2_E = math.log2(math.e)
 GIVEN_BACKWARD = len(TENSORS["backward"]) + 1  # and the scale
 MOST_PREPARED = 256  # kept by `launch`; varied lengths must not grow the process
 
-# launch(q, k, v, o, lse, scale)
-Launch = Callable[["Tensor", "Tensor", "Tensor", "Tensor", "Tensor", float], None]
+GRADIENTS = ("DQ", "DK", "DV")
 
 
 class Runner:
@@ -83,11 +82,11 @@ class Runner:
         """
         self._kept(given)(*given, poisoned=True)
 
-    def prepare(self, *inputs: Tensor) -> Prepared:
+    def prepare(self, *inputs: Tensor, wanted: Collection[str] = GRADIENTS) -> Prepared:
         """`launch` for tensors of just these sizes and strides, at other addresses and scales.
 
-        inputs: q, k, v, and g for a backward program. Raises BadInput for a size outside of
-        program.limits.
+        inputs: q, k, v, and g for a backward program, of whose outputs only those `wanted` are
+        sure to be written. Raises BadInput for a size outside of program.limits.
         """
         sizes = sizes_of(*inputs[:3])
         backward = self.program.problem.direction == "backward"
@@ -99,10 +98,14 @@ class Runner:
         if unfit is not None:
             raise BadInput(unfit)
         spaces = self._family.workspaces(self.program.config.knobs, sizes)
-        return Prepared(self._steps(inputs, sizes, spaces), spaces, self)
+        return Prepared(self._steps(inputs, sizes, spaces, wanted), spaces, self)
 
     def _steps(
-        self, inputs: tuple[Tensor, ...], sizes: Sizes, spaces: tuple[Workspace, ...]
+        self,
+        inputs: tuple[Tensor, ...],
+        sizes: Sizes,
+        spaces: tuple[Workspace, ...],
+        wanted: Collection[str],
     ) -> tuple[Step, ...]:
         knobs = self.program.config.knobs
         numbers = numbers_of(inputs, sizes)
@@ -111,14 +114,15 @@ class Runner:
         names = (*tensors, *(space.name for space in spaces), COUNTER)
         places = {name: place for place, name in enumerate(names)}
         extents = extents_of(inputs, sizes, spaces)
-        grids = (
-            self._family.grid(self.program.problem, knobs, number, sizes, self._sm_count)
-            for number in range(len(self._kernels))
-        )
-        return tuple(
-            kernel.bind(Settled(grid, numbers, places, extents))
-            for kernel, grid in zip(self._kernels, grids, strict=True)
-        )
+        entries = zip(self.program.entries, self._kernels, strict=True)
+        steps = []
+        for number, (entry, kernel) in enumerate(entries):
+            if entry.is_for(wanted):
+                grid = self._family.grid(
+                    self.program.problem, knobs, number, sizes, self._sm_count
+                )
+                steps.append(kernel.bind(Settled(grid, numbers, places, extents)))
+        return tuple(steps)
 
     def _kept(self, given: tuple[Any, ...]) -> Prepared:
         inputs = given[:3] if len(given) < GIVEN_BACKWARD else (*given[:3], given[5])

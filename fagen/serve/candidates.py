@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from fagen.config import Config
-from fagen.generate.families import FAMILIES
-from fagen.generate.space import why_invalid
+from fagen.generate.space import seeds_of
 from fagen.outcome import GATE, Status
 from fagen.problem import Problem
 from fagen.target import Target, Toolchain
@@ -60,21 +59,10 @@ def candidates(
         yield from (Candidate("nearest", r.config, r) for r in others)
     guessed = sorted((r for r in here if r.status is Status.PREDICTED), key=rank)
     yield from (Candidate("predicted", r.config, r) for r in guessed)
-    yield from (Candidate("default", config) for config in defaults(problem, target))
+    yield from (Candidate("default", config) for config in seeds_of(problem, target))
 
 
 def distance(wanted: Problem, found: Problem) -> float:
     """How many doublings apart two problems of one class are, over the three bucketed sizes."""
     pairs = zip(wanted.bucket, found.bucket, strict=True)
     return sum(abs(math.log2(max(a, 1)) - math.log2(max(b, 1))) for a, b in pairs)
-
-
-def defaults(problem: Problem, target: Target) -> Iterator[Config]:
-    """Each family's valid seeds in the families' order: what is served before any tuning."""
-    for family in FAMILIES.values():
-        if family.why_unsupported(problem, target) is not None:
-            continue
-        for knobs in family.seeds(problem, target):
-            config = Config(family.NAME, knobs)
-            if why_invalid(problem, target, config) is None:
-                yield config

@@ -53,6 +53,7 @@ def words_of(problem: Problem) -> dict[str, Any]:
         ("dtype", s.dtype, "bf16"),
         ("causal", f.causal != "none", False),
         ("causal_align", f.causal, aligned),
+        ("direction", problem.direction, "forward"),
     )
     changed = {name: held for name, held, default in known if held != default}
     return {"seq": s.seq_q, "head_dim": s.head_dim, **changed}
@@ -137,17 +138,6 @@ def check_promise(problem: Problem, shape: Shape) -> None:
             )
 
 
-def check_gradients(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raises BadInput where autograd would expect a gradient that no kernel computes."""
-    import torch
-
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        raise BadInput(
-            "fagen has no backward pass yet, and an input requires grad.",
-            "Call it under torch.no_grad(), or detach the inputs.",
-        )
-
-
 def problem_like(problem: Problem, shape: Shape, layout: Layout, any_scale: bool) -> Problem:
     """The problem of one call of a kernel that was made for `problem`."""
     features = replace(problem.features, scale="any") if any_scale else problem.features
@@ -199,7 +189,7 @@ def _known(words: dict[str, Any]) -> dict[str, Any]:
 
 
 def _problem_of_tensors(first: tuple[Any, ...], words: dict[str, Any]) -> Problem:
-    extra = words.keys() - {"causal", "causal_align", "scale_sign", "layout"}
+    extra = words.keys() - {"causal", "causal_align", "scale_sign", "layout", "direction"}
     if extra:
         raise BadProblem(f"The tensors say {', '.join(sorted(extra))} already.", "Leave it out.")
     s = shape_of(*first)

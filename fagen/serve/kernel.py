@@ -5,59 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fagen.errors import BadInput, NoDevice
-from fagen.generate.program import Sizes
 from fagen.run.cuda import allocate, current_device
 from fagen.run.unread import unread_lse
 from fagen.serve import inputs
 from fagen.serve.alike import Alike, alike
+from fagen.serve.served import Launch, Served
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
-    from fagen.config import Config
-    from fagen.generate.program import Program
-    from fagen.outcome import Verdict
-    from fagen.problem import Problem
-    from fagen.records import Record
-    from fagen.serve.candidates import Origin
+    from fagen.serve.gradient import GradientKernel
 
 MOST_PLANS = 256  # remembered calls; varied lengths must not grow the process
-
-
-class Launch(Protocol):
-    """`Runner.launch`."""
-
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, /
-    ) -> None: ...
-
-
-class Prepare(Protocol):
-    """`Runner.prepare`."""
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, /) -> Launch: ...
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """A candidate made ready. `prepare` and `verdict` are None where there is no device."""
-
-    origin: Origin
-    program: Program
-    record: Record | None = None
-    verdict: Verdict | None = None
-    prepare: Prepare | None = None
-    notes: tuple[str, ...] = ()
-
-
-class Choose(Protocol):
-    """Finds, loads and, if need be, verifies the source for a problem; see `library.choose`."""
-
-    def __call__(self, problem: Problem, prefer: Config | None = None) -> Chosen: ...
 
 
 class _Plan(NamedTuple):
@@ -88,23 +50,36 @@ class _Plan(NamedTuple):
         return (o, lse) if return_lse else o
 
 
-@dataclass(eq=False)
-class Kernel:
+def _never() -> bool:
+    return False
+
+
+@dataclass(eq=False, repr=False)
+class Kernel(Served):
     """out = kernel(q, k, v): exact attention for any sizes of the kind it was made for.
 
     q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv). Batch, lengths and head counts are
     free; dtype, head sizes and the ratio of heads are those of `problem`. Unaligned or broadcast
     tensors, and scales <= 0 (or below 2**-126), run on a twin that is made and verified when it is
     first needed.
+
+    Where an input requires grad, `gradient` computes the gradients; under torch.compile, and in
+    graphs that torch makes, it is the operator torch.ops.fagen.attention.
     """
 
-    problem: Problem
-    chosen: Chosen
-    device: torch.device | None
-    _choose: Choose = field(repr=False)
-    _twins: dict[Any, Chosen] = field(default_factory=dict, repr=False)
+    find_gradient: Callable[[], GradientKernel] = field(repr=False, kw_only=True)
+    found_by: dict[str, Any] = field(repr=False, kw_only=True)  # words of `get`
     _plans: dict[Any, _Plan] = field(default_factory=dict, repr=False)
     _last: _Plan | None = field(default=None, repr=False)
+    _operator: str = field(default="", repr=False)  # under which torch.ops.fagen finds it
+    _compiling: Callable[[], bool] = field(default=_never, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.device is not None:
+            from fagen.serve import operator
+
+            self._operator = operator.offer(self)
+            self._compiling = operator.compiling
 
     def __call__(
         self,
@@ -117,12 +92,33 @@ class Kernel:
     ) -> Tensor | tuple[Tensor, Tensor]:
         """softmax(scale * q k^T) v, with scale 1/sqrt(D) by default.
 
-        return_lse: also the log-sum-exp of each row, natural, scale included, fp32 (B, Hq, Sq).
+        return_lse: also the log-sum-exp of each row, natural, scale included, fp32 (B, Hq, Sq). It
+        has no gradient of its own.
         """
+        if self._compiling():
+            from fagen.serve import operator
+
+            return operator.traced(q, k, v, self._operator, scale, return_lse)
+        try:
+            wants_grad = q.requires_grad or k.requires_grad or v.requires_grad
+        except AttributeError:
+            inputs.shape_of(q, k, v)  # says which of them is no tensor
+            raise
+        if wants_grad:
+            from fagen.serve import autograd
+
+            if autograd.is_on():
+                return autograd.attend(self, q, k, v, scale, return_lse)
+        return self.run(q, k, v, scale, return_lse)
+
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, return_lse: bool
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """A call without gradients."""
         try:
             plan = self._plan(q, k, v, scale)
         except AttributeError:
-            inputs.shape_of(q, k, v)  # says which of them is no tensor
+            inputs.shape_of(q, k, v)
             raise
         if plan.device is None or plan.current_device() == plan.device:
             return plan.run(q, k, v, scale, return_lse)
@@ -131,45 +127,14 @@ class Kernel:
         with torch.cuda.device(plan.device):
             return plan.run(q, k, v, scale, return_lse)
 
-    @property
-    def config(self) -> Config:
-        return self.chosen.program.config
-
-    @property
-    def source(self) -> str:
-        """The generated module."""
-        return self.chosen.program.source
-
-    @property
-    def origin(self) -> Origin:
-        """tuned, shipped, nearest, predicted or default."""
-        return self.chosen.origin
-
-    @property
-    def verdict(self) -> Verdict | None:
-        return self.chosen.verdict
-
-    def __repr__(self) -> str:
-        return f"<fagen.Kernel {self.config} for {self.problem}: {'; '.join(self._story())}>"
-
-    def _story(self) -> list[str]:
-        record, verdict = self.chosen.record, self.chosen.verdict
-        words: list[str] = [self.origin]
-        if record is not None:
-            words[0] += f" ({record.source_text}, {record.created:%Y-%m-%d})"
-            time = "" if record.median_us is None else f"{record.median_us:.4g} us"
-            if not record.is_of(self.problem):
-                words.append(f"tuned for {record.problem}" + (time and f", there {time}"))
-            elif time:
-                words.append(time)
-        words.append("not verified" if verdict is None else f"verified on {verdict.where}")
-        return [*words, *self.chosen.notes]
+    @cached_property
+    def gradient(self) -> GradientKernel:
+        """The kernel of its backward pass, found, and if need be verified, at first use."""
+        return self.find_gradient()
 
     def _plan(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> _Plan:
         aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) % inputs.ALIGNMENT == 0
         positive = scale is None or bool(scale >= inputs.LEAST_SCALE)
-        if q.requires_grad or k.requires_grad or v.requires_grad:
-            inputs.check_gradients(q, k, v)  # whether gradients are on is asked at each such call
         last = self._last
         if (
             last is not None
@@ -220,35 +185,3 @@ class Kernel:
             aligned,
             positive,
         )
-
-    def _check_device(self, q: Tensor) -> None:
-        if self.device is None:
-            raise NoDevice(
-                "This kernel was made for a target without a device, so it can only be read.",
-                "Call fagen.get without target= on a machine with that GPU.",
-            )
-        if q.device != self.device:
-            raise BadInput(
-                f"This kernel was made for {self.device}, the tensors are on {q.device}.",
-                "Get one for these tensors: fagen.get(q, k, v).",
-            )
-
-    def _chosen_for(self, call: Problem) -> Chosen:
-        """This kernel's source, its twin for the call's layout and scale, or one for its sizes."""
-        twin = self._twin(call)
-        if twin.program.why_unfit(Sizes.of(call)) is None:
-            return twin
-        kind = call.layout, call.features, call.bucket
-        if kind not in self._twins:
-            self._twins[kind] = self._choose(call)
-        return self._twins[kind]
-
-    def _twin(self, call: Problem) -> Chosen:
-        made = self.chosen.program.problem
-        if (call.layout, call.features) == (made.layout, made.features):
-            return self.chosen
-        kind = call.layout, call.features
-        if kind not in self._twins:
-            like = replace(self.problem, layout=call.layout, features=call.features)
-            self._twins[kind] = self._choose(like, prefer=self.config)
-        return self._twins[kind]

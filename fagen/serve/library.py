@@ -12,20 +12,21 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from fagen import settings
 from fagen.config import Config
 from fagen.errors import BadProblem, FagenError, NoKernel, VerificationFailed
-from fagen.generate.families import config_from_dict
+from fagen.generate.families import config_from_dict, repeats
 from fagen.generate.program import Program
 from fagen.problem import Problem
 from fagen.records import runs_ended, shipped
 from fagen.serve.candidates import Candidate, OnMiss, candidates
 from fagen.serve.database import reading
 from fagen.serve.explain import Explanation, explain
+from fagen.serve.gradient import GradientKernel
 from fagen.serve.inputs import problem_of, tune_command
-from fagen.serve.kernel import Chosen, Kernel
+from fagen.serve.kernel import Kernel
 from fagen.serve.place import Place, place_of
 from fagen.serve.ready import (
     fitting,
@@ -34,6 +35,7 @@ from fagen.serve.ready import (
     make_ready,
     refuse_spoilt,
 )
+from fagen.serve.served import Chosen
 from fagen.target import Target
 
 if TYPE_CHECKING:
@@ -41,10 +43,35 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_memo: dict[Any, Kernel] = {}
+_memo: dict[Any, Kernel | GradientKernel] = {}
 _warned: set[str] = set()
 _seen_runs = 0
 _lock = threading.RLock()
+
+
+@overload
+def get(
+    *first: Any,
+    direction: Literal["backward"],
+    device: Any = None,
+    target: str | Target | None = None,
+    on_miss: OnMiss = "nearest",
+    db: str | None = None,
+    deterministic: bool = False,
+    **words: Any,
+) -> GradientKernel: ...
+
+
+@overload
+def get(
+    *first: Any,
+    device: Any = None,
+    target: str | Target | None = None,
+    on_miss: OnMiss = "nearest",
+    db: str | None = None,
+    deterministic: bool = False,
+    **words: Any,
+) -> Kernel: ...
 
 
 def get(
@@ -53,31 +80,49 @@ def get(
     target: str | Target | None = None,
     on_miss: OnMiss = "nearest",
     db: str | None = None,
+    deterministic: bool = False,
     **words: Any,
-) -> Kernel:
+) -> Kernel | GradientKernel:
     """The best known kernel for a shape; its `repr` says which one and why.
 
     The shape: keywords as in `make_problem` (seq=8192, head_dim=128, causal=True, ...), a Problem,
     a tuple (B, H, S, D) with keywords for the rest, or the tensors q, k, v with causal keywords.
     device: default the tensors', else the current CUDA device. target: a name or a Target, to look
     at source and config without that device. on_miss: "nearest" takes the nearest tuned shape,
-    then the default config; "default" only the default; "raise" raises NoKernel.
+    then the default config; "default" only the default; "raise" raises NoKernel. deterministic:
+    gradients are to be the same bits in every run, as while torch.use_deterministic_algorithms is
+    on; the forward pass always is.
+
+    A Kernel computes gradients by itself where its inputs require them; direction="backward" gives
+    the GradientKernel that it would use.
 
     Raises NoDevice, NoKernel, BadProblem, BadInput, VerificationFailed, NotDuringCapture.
     """
     problem, place = _asked(first, words, device, target, db, on_miss)
     where = place.target, str(place.device), place.db or settings.database_setting()
-    key = (_kind(problem), where, on_miss)
+    key = (_kind(problem), where, on_miss, deterministic)
     with _lock:
         _forget_after_tuning()
         kernel = _memo.get(key)
         if kernel is None:
-            chosen = choose(place, on_miss, problem)
-            twins: OnMiss = "nearest" if on_miss == "raise" else on_miss
-            kernel = Kernel(problem, chosen, place.device, partial(choose, place, twins))
-            _memo[key] = kernel
+            kernel = _memo[key] = _made(problem, place, on_miss, deterministic)
     # One kernel serves all sizes of a bucket; which were asked for is each caller's own.
     return kernel if kernel.problem == problem else replace(kernel, problem=problem)
+
+
+def _made(
+    problem: Problem, place: Place, on_miss: OnMiss, deterministic: bool
+) -> Kernel | GradientKernel:
+    twins: OnMiss = "nearest" if on_miss == "raise" else on_miss
+    find = partial(choose, place, twins)
+    if problem.direction == "backward":
+        chosen = choose(place, on_miss, problem, repeatable=deterministic)
+        return GradientKernel(problem, chosen, place.device, find, deterministic=deterministic)
+    chosen = choose(place, on_miss, problem)
+    words: dict[str, Any] = {"on_miss": twins, "db": place.db, "deterministic": deterministic}
+    backward = replace(problem, direction="backward")
+    gradient = partial(get, backward, device=place.device, **words)
+    return Kernel(problem, chosen, place.device, find, find_gradient=gradient, found_by=words)
 
 
 def why(
@@ -122,15 +167,23 @@ def forget() -> None:
 
 
 def choose(
-    place: Place, on_miss: OnMiss, problem: Problem, prefer: Config | None = None
+    place: Place,
+    on_miss: OnMiss,
+    problem: Problem,
+    prefer: Config | None = None,
+    *,
+    repeatable: bool = False,
 ) -> Chosen:
     """The first candidate that can be made ready; on a device: loaded and verified.
 
-    prefer: a config to try before all others.
+    prefer: a config to try before all others. repeatable: one that gives the same bits in every
+    run.
     """
     failures: list[str] = []
     with _lock, _open(place.db) as records:
         for candidate, program in _walk(place, on_miss, problem, prefer, records):
+            if repeatable and not repeats(candidate.config):
+                continue
             try:
                 return make_ready(place, candidate, program, records)
             except Exception as error:

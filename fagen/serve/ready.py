@@ -23,8 +23,8 @@ from fagen.outcome import GATE, Check, Status, Verdict
 from fagen.problem import Problem
 from fagen.run import kernel as run_kernel
 from fagen.serve.candidates import Candidate
-from fagen.serve.kernel import Chosen, Launch
 from fagen.serve.place import Place
+from fagen.serve.served import Chosen, Launch
 
 if TYPE_CHECKING:
     from fagen.records import Records

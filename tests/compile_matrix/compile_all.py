@@ -20,7 +20,7 @@ from multiprocessing import get_context
 
 from fagen.config import Config
 from fagen.generate.build import BuildFailed, build
-from fagen.generate.families import FAMILIES
+from fagen.generate.families import FAMILIES, families_of
 from fagen.generate.render import render
 from fagen.generate.space import why_invalid
 from fagen.problem import Problem, make_problem
@@ -36,13 +36,26 @@ ARCHITECTURES: dict[int, Target] = {
 }
 
 # The default config of each, and every seed of the first one on the architecture that has most.
-# The last three are short: `slim` holds a whole row of keys.
+# The last three forward ones are short: `slim` holds a whole row of keys.
 PROBLEMS: tuple[Problem, ...] = (
     make_problem(8192, 128),
     make_problem(4096, 64, dtype="fp16", causal=True, causal_align="bottom_right"),
     make_problem(1000, 80, head_dim_v=64, heads=8, kv_heads=2, causal=True, layout="any"),
     make_problem(512, 128, causal=True),
     make_problem(256, 64, seq_kv=300, dtype="fp32", scale_sign="any", layout="any"),
+    make_problem(8192, 128, direction="backward"),
+    make_problem(4096, 64, dtype="fp16", causal=True, direction="backward"),
+    make_problem(
+        1000,
+        80,
+        head_dim_v=64,
+        heads=8,
+        kv_heads=2,
+        causal=True,
+        causal_align="bottom_right",
+        layout="any",
+        direction="backward",
+    ),
 )
 EVERY_SEED = (90, PROBLEMS[0])
 
@@ -81,7 +94,7 @@ class Case:
 def cases() -> Iterator[Case]:
     for arch, target in ARCHITECTURES.items():
         for problem in PROBLEMS:
-            for family in FAMILIES.values():
+            for family in families_of(problem.direction):
                 seeds = [Config(family.NAME, knobs) for knobs in family.seeds(problem, target)]
                 legal = (c for c in seeds if why_invalid(problem, target, c) is None)
                 wanted = None if (arch, problem) == EVERY_SEED else 1
@@ -136,8 +149,13 @@ def what_is_missing(chosen: list[Case]) -> list[str]:
         f"sm_{arch}: no config of {name}"
         for arch, target in ARCHITECTURES.items()
         for name, family in FAMILIES.items()
-        if family.why_unsupported(PROBLEMS[0], target) is None and not seen[arch, name]
+        if family.why_unsupported(_first(family.DIRECTION), target) is None
+        and not seen[arch, name]
     ]
+
+
+def _first(direction: str) -> Problem:
+    return next(problem for problem in PROBLEMS if problem.direction == direction)
 
 
 def main() -> int:

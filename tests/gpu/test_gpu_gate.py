@@ -9,7 +9,7 @@ from itertools import groupby
 import pytest
 
 from exact_variants import exact_variants
-from fagen.generate.families import FAMILIES
+from fagen.generate.families import families_of
 from fagen.generate.program import Program
 from fagen.generate.render import render
 from fagen.generate.space import why_invalid
@@ -42,7 +42,11 @@ def worker() -> Iterator[GpuWorker]:
 def families_here() -> list[str]:
     """Families that this device can run."""
     problem = make_problem(200, 128)
-    return [n for n, f in FAMILIES.items() if f.why_unsupported(problem, here()) is None]
+    return [
+        f.NAME
+        for f in families_of(problem.direction)
+        if f.why_unsupported(problem, here()) is None
+    ]
 
 
 def tried(worker: GpuWorker, programs: list[Program]) -> dict[str, tuple[Status, str]]:

@@ -7,17 +7,27 @@ from typing import Any, cast
 
 from fagen.config import Config
 from fagen.errors import BadConfig
-from fagen.generate.families import flash, flash_ws, kv_outer, slim
+from fagen.generate.families import flash, flash_bwd, flash_ws, kv_outer, slim
 from fagen.generate.families.base import Family
 
 FAMILIES: dict[str, Family] = {
-    module.NAME: cast(Family, module) for module in (flash_ws, flash, kv_outer, slim)
+    module.NAME: cast(Family, module) for module in (flash_ws, flash, kv_outer, slim, flash_bwd)
 }
+
+
+def families_of(direction: str) -> tuple[Family, ...]:
+    """Those that compute this direction."""
+    return tuple(family for family in FAMILIES.values() if direction == family.DIRECTION)
 
 
 def family_of(config: Config) -> Family:
     """The module of a config's family. Raises BadConfig."""
     return family_named(config.family)
+
+
+def repeats(config: Config) -> bool:
+    """Whether every run gives the same bits."""
+    return family_of(config).repeats(config.knobs)
 
 
 def family_named(name: str) -> Family:

@@ -12,6 +12,7 @@ from fagen.problem import Problem, size_bucket
 from fagen.target import Target
 
 NAME = "flash"
+DIRECTION = "forward"
 TEMPLATE = "flash.py.j2"
 
 # Accumulator registers a thread, of 255. Compiled for sm_90 (Triton 3.6, D128, 8 warps): 128x128
@@ -158,8 +159,6 @@ CONSTRAINTS: tuple[Constraint, ...] = (
 
 
 def why_unsupported(problem: Problem, target: Target) -> str | None:
-    if problem.direction != "forward":
-        return f"flash computes the forward pass, not {problem.direction}."
     return None
 
 
@@ -239,6 +238,10 @@ def scalars(problem: Problem, knobs: Knobs, sizes: Sizes, sm_count: int) -> dict
 
 def workspaces(knobs: Knobs, sizes: Sizes) -> tuple[Workspace, ...]:
     return ()
+
+
+def repeats(knobs: Knobs) -> bool:
+    return True
 
 
 def limits(problem: Problem, knobs: Knobs) -> dict[str, range]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fagen.generate.families.base import Constraint, knob
+from fagen.generate.families.base import Constraint, Pass, knob
 from fagen.generate.families.tiling import (
     ALIGN_BYTES,
     cdiv,
@@ -24,6 +24,7 @@ from fagen.problem import ITEM_BYTES, Problem, size_bucket
 from fagen.target import Target
 
 NAME = "flash_bwd"
+DIRECTION = "backward"
 TEMPLATE = "flash_bwd.py.j2"
 
 DELTA_ROWS, DELTA_WARPS = 64, 4  # it only streams O and G
@@ -95,8 +96,6 @@ CONSTRAINTS: tuple[Constraint, ...] = (
 
 
 def why_unsupported(problem: Problem, target: Target) -> str | None:
-    if problem.direction != "backward":
-        return f"flash_bwd computes the backward pass, not {problem.direction}."
     return None
 
 
@@ -106,6 +105,7 @@ def seeds(problem: Problem, target: Target) -> list[Knobs]:
         Knobs(),
         Knobs(kv_block_m=128),
         Knobs(q_block_m=64, q_warps=4),
+        Knobs(64, 64, 8, 1, 64, 64, 4, 1),
         Knobs(64, 64, 4, 1, 64, 64, 4, 1),
         Knobs(32, 64, 4, 1, 64, 32, 4, 1),
         Knobs(32, 32, 4, 1, 32, 32, 4, 1),
@@ -134,8 +134,14 @@ def entries(problem: Problem, knobs: Knobs, name: str) -> tuple[Entry, ...]:
     delta_args = (o, g, delta, *rows, *stride_args(problem, "g"))
     return (
         Entry(f"{name}_delta", delta_args, DELTA_WARPS, 1),
-        Entry(f"{name}_kv", (*shared, dk, dv, *rest), knobs.kv_warps, knobs.kv_stages),
-        Entry(f"{name}_q", (*shared, dq, *rest), knobs.q_warps, knobs.q_stages),
+        Entry(
+            f"{name}_kv",
+            (*shared, dk, dv, *rest),
+            knobs.kv_warps,
+            knobs.kv_stages,
+            gives=("DK", "DV"),
+        ),
+        Entry(f"{name}_q", (*shared, dq, *rest), knobs.q_warps, knobs.q_stages, gives=("DQ",)),
     )
 
 
@@ -156,6 +162,37 @@ def scalars(problem: Problem, knobs: Knobs, sizes: Sizes, sm_count: int) -> dict
 
 def workspaces(knobs: Knobs, sizes: Sizes) -> tuple[Workspace, ...]:
     return (Workspace("DELTA", "fp32", (sizes.batch * sizes.heads_q * sizes.seq_q,)),)
+
+
+def repeats(knobs: Knobs) -> bool:
+    return True
+
+
+def adds(knobs: Knobs) -> bool:
+    return False
+
+
+def passes(problem: Problem, knobs: Knobs) -> tuple[Pass, ...]:
+    dim, dim_v = padded(problem.shape.head_dim), padded(problem.shape.head_dim_v)
+    kv = Pass(
+        knobs.kv_block_m,
+        knobs.kv_block_n,
+        True,
+        2 * (dim + dim_v),
+        _kv_registers(problem, knobs),
+        8 // knobs.kv_warps,
+        knobs.kv_stages,
+    )
+    q = Pass(
+        knobs.q_block_m,
+        knobs.q_block_n,
+        False,
+        2 * dim + dim_v,
+        _q_registers(problem, knobs),
+        8 // knobs.q_warps,
+        knobs.q_stages,
+    )
+    return kv, q
 
 
 def limits(problem: Problem, knobs: Knobs) -> dict[str, range]:

@@ -15,6 +15,7 @@ from fagen.problem import ITEM_BYTES, Problem
 from fagen.target import Target
 
 NAME = "flash_ws"
+DIRECTION = "forward"
 TEMPLATE = "flash_ws.py.j2"
 
 ROWS = 64  # of a consumer group: the rows of one wgmma
@@ -287,8 +288,6 @@ CONSTRAINTS: tuple[Constraint, ...] = (
 
 
 def why_unsupported(problem: Problem, target: Target) -> str | None:
-    if problem.direction != "forward":
-        return f"flash_ws computes the forward pass, not {problem.direction}."
     if target.arch != 90:
         return "flash_ws is for Hopper: it needs compute capability 9.0."
     if problem.shape.dtype == "fp32":
@@ -542,6 +541,10 @@ def scalars(problem: Problem, knobs: Knobs, sizes: Sizes, sm_count: int) -> dict
 
 def workspaces(knobs: Knobs, sizes: Sizes) -> tuple[Workspace, ...]:
     return ()
+
+
+def repeats(knobs: Knobs) -> bool:
+    return True
 
 
 def limits(problem: Problem, knobs: Knobs) -> dict[str, range]:

@@ -16,6 +16,7 @@ from fagen.problem import Problem, size_bucket
 from fagen.target import Target
 
 NAME = "kv_outer"
+DIRECTION = "forward"
 TEMPLATE = "kv_outer.py.j2"
 
 MAX_TILE_REGISTERS = 224  # as in flash
@@ -74,8 +75,6 @@ CONSTRAINTS: tuple[Constraint, ...] = (
 
 
 def why_unsupported(problem: Problem, target: Target) -> str | None:
-    if problem.direction != "forward":
-        return f"kv_outer computes the forward pass, not {problem.direction}."
     return None
 
 
@@ -121,6 +120,10 @@ def workspaces(knobs: Knobs, sizes: Sizes) -> tuple[Workspace, ...]:
         Workspace("M", "fp32", (rows,)),
         Workspace("L", "fp32", (rows,)),
     )
+
+
+def repeats(knobs: Knobs) -> bool:
+    return True
 
 
 def limits(problem: Problem, knobs: Knobs) -> dict[str, range]:

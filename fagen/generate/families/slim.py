@@ -18,6 +18,7 @@ from fagen.problem import Problem, size_bucket
 from fagen.target import Target
 
 NAME = "slim"
+DIRECTION = "forward"
 TEMPLATE = "slim.py.j2"
 
 LONGEST_ROW = 1024
@@ -96,8 +97,6 @@ CONSTRAINTS: tuple[Constraint, ...] = (
 
 
 def why_unsupported(problem: Problem, target: Target) -> str | None:
-    if problem.direction != "forward":
-        return f"slim computes the forward pass, not {problem.direction}."
     if problem.shape.seq_kv > LONGEST_ROW:
         return f"slim holds a whole score row on chip: seq_kv is at most {LONGEST_ROW}."
     return None
@@ -129,6 +128,10 @@ def scalars(problem: Problem, knobs: Knobs, sizes: Sizes, sm_count: int) -> dict
 
 def workspaces(knobs: Knobs, sizes: Sizes) -> tuple[Workspace, ...]:
     return ()
+
+
+def repeats(knobs: Knobs) -> bool:
+    return True
 
 
 def limits(problem: Problem, knobs: Knobs) -> dict[str, range]:

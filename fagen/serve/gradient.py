@@ -1,0 +1,178 @@
+"""A GradientKernel: the backward pass that `fagen.get(direction="backward")` returns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fagen.errors import BadInput
+from fagen.run.cuda import allocate, current_device
+from fagen.run.kernel import GRADIENTS
+from fagen.serve import inputs
+from fagen.serve.kernel import MOST_PLANS
+from fagen.serve.served import Launch, Served
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fagen.problem import Shape
+
+Gradients = tuple["Tensor | None", "Tensor | None", "Tensor | None"]
+ALL = (True, True, True)
+
+
+class _Plan(NamedTuple):
+    """All that one kind of call needs. new: memory for dQ, dK and dV each, none for those that
+    nothing writes."""
+
+    launch: Launch
+    new: tuple[Callable[[], Tensor], ...]
+    wanted: tuple[bool, bool, bool]
+    scale: float
+    device: int | None
+    current_device: Callable[[], int]
+
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        g: Tensor,
+        scale: float | None,
+    ) -> Gradients:
+        made = [new() for new in self.new]
+        self.launch(q, k, v, o, lse, g, *made, self.scale if scale is None else float(scale))
+        dq, dk, dv = (x if want else None for x, want in zip(made, self.wanted, strict=True))
+        return dq, dk, dv
+
+
+@dataclass(eq=False, repr=False)
+class GradientKernel(Served):
+    """dq, dk, dv = kernel(q, k, v, o, lse, g): the gradients of exact attention.
+
+    q, k, v as for the forward kernel; o (B, Hq, Sq, Dv) and lse (B, Hq, Sq) as that left them; g,
+    the gradient of o. What a kernel sums by atomic additions may differ in the last bits from run
+    to run; with `deterministic`, and while torch.use_deterministic_algorithms is on, only kernels
+    run that repeat bit for bit.
+    """
+
+    deterministic: bool = field(default=False, kw_only=True)
+    _plans: dict[Any, _Plan] = field(default_factory=dict, repr=False)
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        g: Tensor,
+        *,
+        scale: float | None = None,
+        wanted: tuple[bool, bool, bool] = ALL,
+    ) -> Gradients:
+        """The gradients of q, k and v, dense, in their dtype; None for those not `wanted`.
+
+        scale: the forward call's, by default 1/sqrt(D). Rows that see no key have no part.
+        """
+        plan, g = self._plan(q, k, v, o, lse, g, scale, wanted)
+        if plan.device is None or plan.current_device() == plan.device:
+            return plan.run(q, k, v, o, lse, g, scale)
+        import torch
+
+        with torch.cuda.device(plan.device):
+            return plan.run(q, k, v, o, lse, g, scale)
+
+    def _plan(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        g: Tensor,
+        scale: float | None,
+        wanted: tuple[bool, bool, bool],
+    ) -> tuple[_Plan, Tensor]:
+        """And g as the kernel takes it."""
+        import torch
+
+        if inputs.layout_of(q, k, v) == "aligned16" and inputs.layout_of(g, g, g) == "any":
+            g = g.contiguous()  # torch has gradients of one number for all of a sum's terms
+        aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr() | g.data_ptr()) % inputs.ALIGNMENT
+        positive = scale is None or bool(scale >= inputs.LEAST_SCALE)
+        repeatable = self.deterministic or torch.are_deterministic_algorithms_enabled()
+        key = (
+            *((x.shape, x.stride(), x.dtype, x.device, x.is_neg()) for x in (q, k, v, g, o, lse)),
+            *(aligned == 0, positive, repeatable, wanted),
+        )
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._make_plan((q, k, v, g), (o, lse), positive, repeatable, wanted)
+            if len(self._plans) >= MOST_PLANS:
+                self._plans.clear()
+            self._plans[key] = plan
+        return plan, g
+
+    def _make_plan(
+        self,
+        given: tuple[Tensor, Tensor, Tensor, Tensor],
+        kept: tuple[Tensor, Tensor],
+        positive: bool,
+        repeatable: bool,
+        wanted: tuple[bool, bool, bool],
+    ) -> _Plan:
+        q, k, v, g = given
+        shape = inputs.shape_of(q, k, v)
+        _check_kept(shape, q, g, *kept)
+        if not q.shape[1]:
+            made = self.problem.shape
+            shape = replace(shape, heads_q=made.heads_q, heads_kv=made.heads_kv)
+        inputs.check_promise(self.problem, shape)
+        self._check_device(q)
+        aligned = "any" not in (inputs.layout_of(q, k, v), inputs.layout_of(q, k, g))
+        call = inputs.problem_like(
+            self.problem, shape, "aligned16" if aligned else "any", not positive
+        )
+        chosen = self._chosen_for(call, repeatable=repeatable)
+        assert chosen.prepare is not None
+        names = [name for name, want in zip(GRADIENTS, wanted, strict=True) if want]
+        written = {x for e in chosen.program.entries if e.is_for(names) for x in e.gives}
+        shapes = (
+            tuple(x.shape) if name in written else (0,)
+            for name, x in zip(GRADIENTS, (q, k, v), strict=True)
+        )
+        return _Plan(
+            chosen.prepare(q, k, v, g, wanted=names),
+            tuple(allocate(one, q.dtype, q.device) for one in shapes),
+            wanted,
+            1 / math.sqrt(shape.head_dim),
+            q.device.index if q.is_cuda else None,
+            current_device(),
+        )
+
+
+def _check_kept(shape: Shape, q: Tensor, g: Tensor, o: Tensor, lse: Tensor) -> None:
+    """Raises BadInput for what no forward call of q, k and v left."""
+    import torch
+
+    rows = (shape.batch, q.shape[1], shape.seq_q)
+    for name, got, dims, dtype in (
+        ("o", o, (*rows, shape.head_dim_v), q.dtype),
+        ("g", g, (*rows, shape.head_dim_v), q.dtype),
+        ("lse", lse, rows, torch.float32),
+    ):
+        if tuple(got.shape) != dims or got.dtype != dtype or got.device != q.device:
+            raise BadInput(
+                f"{name} must be {dims} of {dtype} on {q.device}, got {tuple(got.shape)} of"
+                f" {got.dtype} on {got.device}.",
+                "Pass what kernel(q, k, v, return_lse=True) gave, and the gradient of its output.",
+            )
+        if got.is_neg():
+            raise BadInput(f"{name} is a negated view.", f"Pass {name}.resolve_neg().")
+        if name != "g" and not got.is_contiguous():
+            raise BadInput(f"{name} is not contiguous.", f"Pass {name}.contiguous().")

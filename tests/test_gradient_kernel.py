@@ -1,0 +1,265 @@
+"""Training through `fagen.get`: autograd, graphs, what is kept, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import fagen
+from fagen.errors import BadInput, NoKernel
+from fagen.generate.families import flash_bwd
+from fagen.serve import library, operator
+from fagen.serve.gradient import GradientKernel
+from serve_fixtures import FakeMachine, attention, faked
+
+CPU = torch.device("cpu")
+NAMES = ("DQ", "DK", "DV")
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> FakeMachine:
+    return faked(monkeypatch)
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def leaves(
+    heads: int = 4, heads_kv: int = 2, seq: int = 12, seq_kv: int = 12, dim_v: int = 8
+) -> tuple[Tensor, Tensor, Tensor]:
+    dice = torch.Generator().manual_seed(0)
+    q = torch.randn(2, heads, seq, 16, generator=dice, requires_grad=True)
+    k = torch.randn(2, heads_kv, seq_kv, 16, generator=dice, requires_grad=True)
+    v = torch.randn(2, heads_kv, seq_kv, dim_v, generator=dice, requires_grad=True)
+    return q, k, v
+
+
+def halves() -> tuple[Tensor, Tensor, Tensor]:
+    """Of a kind that has several configs."""
+    q, k, v = (x.detach().half().requires_grad_() for x in leaves(seq=128, seq_kv=128))
+    return q, k, v
+
+
+def of_torch(qkv: tuple[Tensor, ...], g: Tensor, causal: str, scale: float) -> list[Tensor]:
+    """By torch's autograd, of the formula in fp64."""
+    doubles = [x.detach().double().requires_grad_() for x in qkv]
+    out, _ = attention(*doubles, causal, scale)
+    return [x.float() for x in torch.autograd.grad(out, doubles, g.double())]
+
+
+def assert_like(found: Any, right: Any) -> None:
+    for one, other in zip(found, right, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+# N01, N05, B01
+@pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
+@pytest.mark.parametrize(("seq", "seq_kv"), [(12, 12), (7, 15), (15, 7)])
+@pytest.mark.parametrize("heads_kv", [1, 2, 4])
+def test_backward_gives_the_gradients_of_the_formula(
+    causal: str, seq: int, seq_kv: int, heads_kv: int
+) -> None:
+    q, k, v = leaves(heads_kv=heads_kv, seq=seq, seq_kv=seq_kv)
+    words: dict[str, Any] = {} if causal == "none" else {"causal": True, "causal_align": causal}
+    out = fagen.get(q, k, v, **words)(q, k, v, scale=0.3)
+    g = torch.randn_like(out)
+    out.backward(g)
+    right = of_torch((q, k, v), g, causal, 0.3)
+    assert_like((q.grad, k.grad, v.grad), right)
+
+
+def test_gradients_are_computed_for_the_inputs_that_require_them(machine: FakeMachine) -> None:
+    for number in range(3):
+        q, k, v = (x.detach().requires_grad_(i == number) for i, x in enumerate(leaves()))
+        fagen.get(q, k, v)(q, k, v).sum().backward()
+        assert [x.grad is not None for x in (q, k, v)] == [i == number for i in range(3)]
+    (backward,) = (r for r in machine.loaded if r.program.problem.direction == "backward")
+    assert backward.wanted == [(name,) for name in NAMES]
+
+
+def test_a_gradient_that_is_one_number_for_all_is_laid_out_first(machine: FakeMachine) -> None:
+    q, k, v = leaves()
+    fagen.get(q, k, v)(q, k, v).sum().backward()
+    assert_like(
+        (q.grad, k.grad, v.grad), of_torch((q, k, v), torch.ones(2, 4, 12, 8), "none", 0.25)
+    )
+    assert {r.program.problem.layout for r in machine.loaded} == {"aligned16"}
+
+
+def test_unaligned_tensors_get_gradients_of_a_twin(machine: FakeMachine) -> None:
+    q, k, v = leaves()
+    wide = torch.zeros(2, 4, 12, 32)
+    wide[..., ::2] = q.detach()
+    q = wide[..., ::2].requires_grad_()
+    out = fagen.get(q, k, v)(q, k, v)
+    g = torch.randn_like(out)
+    assert_like(torch.autograd.grad(out, (q, k, v), g), of_torch((q, k, v), g, "none", 0.25))
+    assert machine.loaded[-1].program.problem.layout == "any"
+
+
+def test_the_lse_has_no_gradient() -> None:
+    q, k, v = leaves()
+    out, lse = fagen.get(q, k, v)(q, k, v, return_lse=True)
+    assert out.requires_grad and not lse.requires_grad
+
+
+def test_a_second_derivative_is_refused_and_the_first_is_not() -> None:
+    q, k, v = leaves()
+    (dq,) = torch.autograd.grad(fagen.get(q, k, v)(q, k, v).sum(), q, create_graph=True)
+    assert_like([dq], of_torch((q, k, v), torch.ones(2, 4, 12, 8), "none", 0.25)[:1])
+    with pytest.raises(BadInput, match="no gradients of their own"):
+        dq.sum().backward()
+
+
+def test_an_input_changed_in_place_before_backward_is_an_error() -> None:
+    q, k, v = leaves()
+    double = q * 2
+    out = fagen.get(q, k, v)(double, k, v)
+    double.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_what_is_kept_for_backward_is_linear_in_the_length() -> None:
+    kept: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tensor.numel())
+        return tensor
+
+    q, k, v = leaves(seq=64, seq_kv=64)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = fagen.get(q, k, v)(q, k, v)
+    assert sum(kept) == q.numel() + k.numel() + v.numel() + out.numel() + 2 * 4 * 64
+
+
+def test_activation_checkpointing_computes_the_forward_pass_again(machine: FakeMachine) -> None:
+    q, k, v = leaves()
+    kernel = fagen.get(q, k, v)
+    out = checkpoint(lambda x: kernel(x, k, v), q, use_reentrant=False)
+    g = torch.randn_like(out)
+    out.backward(g)
+    assert_like((q.grad, k.grad, v.grad), of_torch((q, k, v), g, "none", 0.25))
+    assert len(machine.loaded[0].launches) == 2
+
+
+# Graphs
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_a_compiled_function_holds_the_operator(return_lse: bool) -> None:
+    q, k, v = leaves()
+    kernel = fagen.get(q, k, v, causal=True)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        found = kernel(q * 2, k, v, scale=0.1, return_lse=return_lse)
+        return (found[0] if return_lse else found) + 1
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    out = compiled(q, k, v)
+    assert_like([out], [attend(q, k, v)])
+    g = torch.randn_like(out)
+    found = torch.autograd.grad(out, (q, k, v), g)
+    assert_like(found, torch.autograd.grad(attend(q, k, v), (q, k, v), g))
+
+
+def test_the_operators_are_as_torch_wants_them() -> None:
+    q, k, v = leaves()
+    kernel = fagen.get(q, k, v)
+    name = kernel._operator
+    torch.library.opcheck(torch.ops.fagen.attention.default, (q, k, v, name, None))
+    o, lse = (x.detach() for x in kernel(q, k, v, return_lse=True))
+    given = (*(x.detach() for x in (q, k, v)), o, lse, torch.randn_like(o), name, 0.3)
+    torch.library.opcheck(torch.ops.fagen.attention_backward.default, given)
+
+
+def test_an_operator_finds_its_kernel_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (x.detach() for x in leaves())
+    kernel = fagen.get(q, k, v, causal=True)
+    right = kernel(q, k, v)
+    monkeypatch.setattr(operator, "_kernels", {})  # as where nothing was asked for yet
+    library.forget()
+    out, _ = torch.ops.fagen.attention(q, k, v, kernel._operator, None)
+    assert torch.equal(out, right)
+
+
+# The kernel of the backward pass by itself
+
+
+def called(kernel: GradientKernel, **changed: Any) -> Any:
+    q, k, v = (x.detach() for x in leaves())
+    o, lse = attention(q, k, v, "none", 0.25)
+    given = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "g": torch.ones_like(o), **changed}
+    return kernel(**given)
+
+
+def test_it_can_be_asked_for_and_says_what_it_is() -> None:
+    kernel = fagen.get(*leaves(), direction="backward")
+    assert isinstance(kernel, GradientKernel)
+    assert repr(kernel).startswith("<fagen.GradientKernel flash_bwd(")
+    right = of_torch(leaves(), torch.ones(2, 4, 12, 8), "none", 0.25)
+    assert_like(called(kernel), right)
+    dq, dk, dv = called(kernel, wanted=(True, False, True))
+    assert dk is None
+    assert_like((dq, dv), (right[0], right[2]))
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"o": torch.zeros(2, 4, 12, 16)}, r"o must be \(2, 4, 12, 8\)"),
+        ({"lse": torch.zeros(2, 4, 11)}, r"lse must be \(2, 4, 12\)"),
+        ({"lse": torch.zeros(2, 4, 12).half()}, "got .* of torch.float16"),
+        ({"g": torch.zeros(2, 4, 12, 8).half()}, "g must be"),
+        ({"o": torch.zeros(2, 12, 4, 8).transpose(1, 2)}, "o is not contiguous"),
+        ({"g": torch._neg_view(torch.zeros(2, 4, 12, 8))}, "g is a negated view"),
+        ({"q": torch.zeros(2, 4, 12, 24)}, "differ in head size"),
+    ],
+)
+def test_what_no_forward_call_left_is_refused(changed: dict[str, Tensor], said: str) -> None:
+    kernel = fagen.get(*leaves(), direction="backward")
+    with pytest.raises(BadInput, match=said):
+        called(kernel, **changed)
+
+
+# N10
+
+
+def may_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the default summed by atomic additions."""
+    monkeypatch.setattr(flash_bwd, "repeats", lambda knobs: knobs.kv_block_m != 64)
+
+
+def test_torchs_switch_keeps_to_kernels_that_repeat(
+    monkeypatch: pytest.MonkeyPatch, machine: FakeMachine, deterministic: None
+) -> None:
+    may_differ(monkeypatch)
+    q, k, v = halves()
+    kernel = fagen.get(q, k, v)
+    kernel(q, k, v).sum().backward()
+    used = machine.loaded[-1]
+    assert used.launches and used.program.config.knobs.kv_block_m != 64
+    torch.use_deterministic_algorithms(False)
+    kernel(q, k, v).sum().backward()
+    assert kernel.gradient.config.knobs.kv_block_m == 64
+    assert [len(r.launches) for r in machine.loaded[-2:]] == [1, 1]
+
+
+def test_a_kernel_can_be_asked_to_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_differ(monkeypatch)
+    q, k, v = halves()
+    assert fagen.get(q, k, v).gradient.config.knobs.kv_block_m == 64
+    assert fagen.get(q, k, v, deterministic=True).gradient.config.knobs.kv_block_m != 64
+    monkeypatch.setattr(flash_bwd, "repeats", lambda knobs: False)
+    library.forget()
+    with pytest.raises(NoKernel, match="backward"):
+        _ = fagen.get(q, k, v, deterministic=True).gradient
