@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from fagen.judge import reference
 from fagen.problem import Problem
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -12,6 +16,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Of the largest |V|, for unit-normal inputs: P is rounded once to the dtype (2**-9, 2**-12) and so
 # is the output; fp32 sums of a few hundred terms.
 TOLERANCE = {"bf16": 2e-2, "fp16": 3e-3, "fp32": 2e-5}
+# Of gradients, as FlashAttention's own tests have it: of the baseline's error, and beside it.
+FACTOR, SLACK = 3.0, 1e-4
 
 
 def plain_attention(
@@ -68,6 +74,36 @@ def assert_exact(o: Tensor, lse: Tensor, truth: tuple[Tensor, Tensor], v: Tensor
     if (~hidden).any():
         apart = (lse.double() - wanted_lse)[~hidden].abs()
         assert (apart <= 1e-4 + 1e-6 * wanted_lse[~hidden].abs()).all()
+
+
+def make_gradient(problem: Problem, generator: torch.Generator) -> Tensor:
+    """A unit-normal gradient of the output, in the problem's layout class."""
+    s = problem.shape
+    make = _strided if problem.layout == "any" else _aligned
+    return make(s.batch, s.heads_q, s.seq_q, s.head_dim_v, DTYPES[s.dtype], generator)
+
+
+def assert_gradients(
+    launch: Callable[..., None],
+    problem: Problem,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    g: Tensor,
+    scale: float,
+) -> None:
+    """As exact as the gate wants them: at most FACTOR times the baseline's error, and SLACK."""
+    o, lse = reference.baseline(*inputs, problem.features, scale)
+    outputs = [torch.full(x.shape, torch.nan, dtype=x.dtype, device=x.device) for x in inputs]
+    with warnings.catch_warnings():
+        # numpy warns of what is masked next: probabilities of keys past the end.
+        warnings.simplefilter("ignore", RuntimeWarning)
+        launch(*inputs, o, lse, g, *outputs, scale)
+    given = (*inputs, g, problem.features, scale)
+    truths, bases = reference.truth_gradients(*given), reference.baseline_gradients(*given)
+    for name, found, true, base in zip("QKV", outputs, truths, bases, strict=True):
+        assert not found.isnan().any(), f"d{name} has NaN, or was not written"
+        if found.numel():
+            error, allowed = ((x.double() - true).abs().max().item() for x in (found, base))
+            assert error <= FACTOR * allowed + SLACK, f"d{name}: {error} of {allowed}"
 
 
 def _aligned(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from fagen.config import Config
 from fagen.generate.space import SearchSpace
-from fagen.problem import Problem, make_problem
+from fagen.problem import Direction, Problem, make_problem
 from fagen.target import Target
 
 # (causal, layout, scale sign, key/value heads) of four query heads
@@ -27,6 +27,7 @@ def exact_variants(
     *,
     each: int,
     keep: Callable[[Config], bool] = lambda config: True,
+    direction: Direction = "forward",
 ) -> list[tuple[Problem, Config]]:
     """`each` configs of every family, for each of KINDS; drawn with a fixed seed, all valid.
 
@@ -47,6 +48,7 @@ def exact_variants(
             scale_sign=sign,  # type: ignore[arg-type]
             heads=4,
             kv_heads=heads_kv,
+            direction=direction,
         )
         variants += [(problem, config) for config in _drawn(problem, target, each, keep, dice)]
     return variants

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import torch
+
 from fagen.generate.program import Program
 from fagen.judge.measure import MeasurePolicy
 from fagen.target import Target, detect
@@ -25,3 +27,9 @@ def build_all(programs: list[Program]) -> None:
         assert [r.result().reason for r in replies if r.result().built is None] == []
     finally:
         pool.close()
+
+
+def on_device(drawn: torch.Tensor) -> torch.Tensor:
+    """The same strides, offset and surroundings in device memory."""
+    room = torch.empty(0, dtype=drawn.dtype).set_(drawn.untyped_storage()).to("cuda:0")
+    return torch.as_strided(room, drawn.shape, drawn.stride(), drawn.storage_offset())

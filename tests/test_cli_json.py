@@ -16,9 +16,9 @@ from cli_fixtures import fagen, rows_of, write_trials
 from fagen.cli.main import main
 from fagen.errors import Interrupted, NoValidConfig
 from fagen.generate.families import config_from_dict
+from fagen.generate.space import seeds_of
 from fagen.outcome import Check, Outcome, Status, Timing, Verdict
 from fagen.problem import Problem, make_problem
-from fagen.serve.candidates import defaults
 from fagen.target import preset
 from fagen.tune.events import OnEvent, Started, TrialDone
 from fagen.tune.result import Final, TuneResult
@@ -172,7 +172,7 @@ def test_an_error_leaves_stdout_empty(
 
 def story(problem: Problem, *, timed: bool):
     """A run's events and its result."""
-    first, second, *_ = defaults(problem, H200)
+    first, second, *_ = seeds_of(problem, H200)
     verdict = Verdict((Check("o_max", 0.1, 0.5), Check("lse", float("nan"), 1.0)), "here")
     win = Outcome(
         second,

@@ -18,7 +18,7 @@ from fagen.generate.render import render
 from fagen.problem import make_problem
 from fagen.run.kernel import Runner, load
 from fagen.target import toolchain
-from gpu_fixtures import build_all, here
+from gpu_fixtures import build_all, here, on_device
 
 EXAMPLES = 520
 PLAIN = make_problem(200, 128)
@@ -101,7 +101,7 @@ def test_any_legal_problem_is_exact(runners: list[Runner]):
         if f.scale != "any" and scale <= 0:
             scale = s.head_dim**-0.5
         drawn = make_inputs(problem, torch.Generator().manual_seed(number))
-        q, k, v = (_on_device(x) for x in drawn)
+        q, k, v = (on_device(x) for x in drawn)
         o, lse = make_outputs(problem, "cuda:0")
         runner.launch_poisoned(q, k, v, o, lse, scale)
         assert_exact(o, lse, plain_attention(q, k, v, scale, f.causal), v)
@@ -114,9 +114,3 @@ def test_any_legal_problem_is_exact(runners: list[Runner]):
     assert set(made) >= {
         f.NAME for f in families_of("forward") if not f.why_unsupported(PLAIN, here())
     }
-
-
-def _on_device(drawn: torch.Tensor) -> torch.Tensor:
-    """The same strides, offset and surroundings in device memory."""
-    room = torch.empty(0, dtype=drawn.dtype).set_(drawn.untyped_storage()).to("cuda:0")
-    return torch.as_strided(room, drawn.shape, drawn.stride(), drawn.storage_offset())

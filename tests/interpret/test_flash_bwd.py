@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,15 +9,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
+from attention import assert_gradients, make_gradient, make_inputs
 from fagen.config import Config
 from fagen.generate.families import flash_bwd
 from fagen.generate.families.base import every_choice, why_invalid
 from fagen.generate.families.flash_bwd import Knobs
 from fagen.generate.program import Program
 from fagen.generate.render import render
-from fagen.judge import reference
 from fagen.judge.verify import Gate
 from fagen.outcome import Verdict
 from fagen.problem import Problem, make_problem
@@ -27,8 +25,6 @@ from fagen.target import preset
 
 H200 = preset("h200")
 SMALL = Knobs(32, 32, 4, 1, 32, 32, 4, 1)
-DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
-FACTOR, SLACK = 3.0, 1e-4  # of the baseline's error, and beside it
 
 
 def backward(seq: int, dim: int, **words: Any) -> Problem:
@@ -37,40 +33,12 @@ def backward(seq: int, dim: int, **words: Any) -> Problem:
 
 def assert_exact(problem: Problem, knobs: Knobs, scale: float, low: float = 0.0) -> None:
     """low: added to every score, by a column of Q and K."""
-    s, dtype = problem.shape, DTYPES[problem.shape.dtype]
-    dice = torch.Generator().manual_seed(s.seq_q * 1000 + s.seq_kv)
-
-    def draw(heads: int, rows: int, columns: int) -> Tensor:
-        dims = (s.batch, heads, rows, columns)
-        if problem.layout == "any":  # columns apart, in rows that are longer than they need be
-            wide = torch.full((s.batch, heads, rows + 1, 2 * columns + 1), torch.nan)
-            view = wide[:, :, :rows, : 2 * columns : 2]
-            view.copy_(torch.randn(dims, generator=dice))
-            return wide.to(dtype)[:, :, :rows, : 2 * columns : 2]
-        return torch.randn(dims, generator=dice).to(dtype)
-
-    q, g = draw(s.heads_q, s.seq_q, s.head_dim), draw(s.heads_q, s.seq_q, s.head_dim_v)
-    k, v = draw(s.heads_kv, s.seq_kv, s.head_dim), draw(s.heads_kv, s.seq_kv, s.head_dim_v)
+    dice = torch.Generator().manual_seed(problem.shape.seq_q * 1000 + problem.shape.seq_kv)
+    q, k, v = make_inputs(problem, dice)
     if low:
         q[..., 0], k[..., 0] = 8.0, low / (8.0 * scale)
-    o, lse = reference.baseline(q, k, v, problem.features, scale)
-    outputs = {
-        "DQ": torch.full(q.shape, torch.nan, dtype=dtype),
-        "DK": torch.full(k.shape, torch.nan, dtype=dtype),
-        "DV": torch.full(v.shape, torch.nan, dtype=dtype),
-    }
-    runner = load(render(problem, Config(flash_bwd.NAME, knobs)), H200, "cpu")
-    with warnings.catch_warnings():
-        # numpy warns of what is masked next: probabilities of keys past the end.
-        warnings.simplefilter("ignore", RuntimeWarning)
-        runner.launch_poisoned(q, k, v, o, lse, g, *outputs.values(), scale)
-    given = (q, k, v, g, problem.features, scale)
-    truths, bases = reference.truth_gradients(*given), reference.baseline_gradients(*given)
-    for (name, found), true, base in zip(outputs.items(), truths, bases, strict=True):
-        assert not found.isnan().any(), f"{name} has NaN, or was not written"
-        if found.numel():
-            error, allowed = ((x.double() - true).abs().max().item() for x in (found, base))
-            assert error <= FACTOR * allowed + SLACK, f"{name}: {error} of {allowed}"
+    launch = load(render(problem, Config(flash_bwd.NAME, knobs)), H200, "cpu").launch_poisoned
+    assert_gradients(launch, problem, (q, k, v), make_gradient(problem, dice), scale)
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
