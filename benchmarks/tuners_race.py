@@ -22,19 +22,18 @@ from torch import Tensor
 import fagen
 from fagen.judge.cases import target_cases
 from fagen.judge.measure import LaunchSet, MeasurePolicy, one_line, race
-from fagen.judge.peers import draw_inputs, peers
+from fagen.judge.peers import draw_inputs, peer_launch, peers
 from fagen.judge.trial import KINDS, Right, prepare
 from fagen.outcome import Check, Timing, Verdict
 from fagen.problem import Problem, make_problem
 from fagen.report.bench import ratio
-from fagen.serve.compare import peer_launch
 from fagen.target import detect
 
 ROUNDS = 21
 GUARD = 128  # rows around the inputs of a check
 
 Plain = dict[str, Any]
-Inputs = tuple[Tensor, Tensor, Tensor]
+Inputs = tuple[Tensor, ...]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import importlib.machinery
 import sys
-from types import ModuleType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +16,22 @@ from torch import Tensor
 
 from fagen.errors import BadSetting
 from fagen.judge import reference
-from fagen.judge.peers import FUSED, STANDARD, Peers, backends_named, lineup, packages, peers, sdpa
+from fagen.judge.peers import (
+    FUSED,
+    STANDARD,
+    Peer,
+    Peers,
+    backends_named,
+    draw_inputs,
+    lineup,
+    packages,
+    peer_launch,
+    peers,
+    sdpa,
+)
 from fagen.judge.peers.base import Attention, Backend
-from fagen.problem import Features, Problem, make_problem
+from fagen.problem import Problem, make_problem
+from fagen.tune.worker import Bench
 
 TORCHS = ("auto", "cudnn", "flash", "efficient", "math", "eager")
 
@@ -132,6 +149,273 @@ def test_the_tuner_races_what_is_fused_and_bench_all_but_what_compiles_for_long(
         backends_named(["fa2"])
 
 
+# The backward pass
+
+
+def backward(*sizes: int, **words: Any) -> Problem:
+    return replace(make_problem(*sizes, dtype="fp32", **words), direction="backward")
+
+
+def only(monkeypatch: pytest.MonkeyPatch, attention: Attention, problem: Problem) -> Peers:
+    """What is found where this is the one backend."""
+    fake = Backend("eager", lambda: "eager", lambda _: attention)
+    monkeypatch.setitem(lineup.BACKENDS, "eager", fake)
+    return peers(problem, "cpu", ["eager"])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {},
+        {"causal": True},
+        {"causal": True, "seq_kv": 40},
+        {"causal": True, "seq_kv": 9},
+        {"causal": True, "seq_kv": 40, "causal_align": "bottom_right"},
+        {"kv_heads": 2},
+        {"head_dim_v": 24},
+    ],
+)
+def test_every_peer_found_computes_the_gradients(words: dict[str, object]) -> None:
+    problem = backward(24, 16, heads=4, batch=2, **words)
+    found = peers(problem, "cpu", TORCHS)
+    assert {"auto", "math", "eager"} <= backends(found)
+    assert len(found.found) + len(found.missing) == 6
+    q, k, v, g = draw_inputs(problem, torch.device("cpu"), 1)
+    right = reference.truth_gradients(q, k, v, g, problem.features, 0.4)
+    for peer in found.found.values():
+        gradients = peer.ready(q, k, v, g, 0.4)
+        for _ in range(2):
+            for one, wanted in zip(gradients(), right, strict=True):
+                torch.testing.assert_close(one.double(), wanted, atol=2e-5, rtol=1e-4)
+    assert not any(one.requires_grad for one in (q, k, v, g))
+
+
+def test_a_peer_of_a_lower_precision_is_no_wrong_one() -> None:
+    problem = replace(backward(300, 64, heads=2, causal=True), direction="backward")
+    for dtype in ("bf16", "fp16"):
+        low = replace(problem, shape=replace(problem.shape, dtype=dtype))  # type: ignore[arg-type]
+        assert {"math", "eager"} <= backends(peers(low, "cpu", ["math", "eager"]))
+
+
+def test_inputs_of_a_backward_pass_have_a_gradient_of_the_output() -> None:
+    problem = backward(24, 16, heads=4, kv_heads=2, head_dim_v=8, seq_kv=9)
+    device = torch.device("cpu")
+    *inputs, g = draw_inputs(problem, device, 3)
+    assert g.shape == (1, 4, 24, 8)
+    same = draw_inputs(replace(problem, direction="forward"), device, 3)
+    assert all(map(torch.equal, inputs, same)) and len(inputs) == len(same)
+
+
+class Doubled(torch.autograd.Function):
+    """Right forward, twice the gradient of what came last."""
+
+    @staticmethod
+    def forward(_: Any, one: Tensor) -> Tensor:
+        return one.clone()
+
+    @staticmethod
+    def backward(_: Any, g: Tensor) -> Tensor:
+        return 2 * g
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 2])
+def test_a_peer_with_one_wrong_gradient_is_missing(
+    wrong: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = backward(24, 16, heads=2)
+    right = sdpa.eager(problem)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        inputs = [q, k, v]
+        inputs[wrong] = Doubled.apply(inputs[wrong])
+        return right(*inputs, scale)
+
+    found = only(monkeypatch, attend, problem)
+    assert found.found == {}
+    assert reason(found, "eager") == "wrong gradients: relative L2 error 1"
+    forward = replace(problem, direction="forward")
+    assert backends(only(monkeypatch, attend, forward)) == {"eager"}
+
+
+@pytest.mark.parametrize("place", [0, -1])
+def test_a_key_that_is_left_out_shows_at_the_ends(
+    place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = backward(2000, 16, heads=1)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        scores = (q @ k.mT) * scale
+        hidden = torch.zeros_like(scores[0, 0, 0], dtype=torch.bool)
+        hidden[place] = True
+        return scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
+
+    assert "wrong gradients" in reason(only(monkeypatch, attend, problem), "eager")
+    monkeypatch.setattr(lineup, "PROBED_ROWS", 2000)
+    assert backends(only(monkeypatch, attend, problem)) == {"eager"}
+
+
+def test_a_gradient_that_is_nan_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = backward(24, 16, heads=2)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        out = sdpa.eager(problem)(q, k, v, scale)
+        return out + 0 * (q - q).sqrt().sum()  # 0 times an infinite slope
+
+    assert "L2 error nan" in reason(only(monkeypatch, attend, problem), "eager")
+
+
+def no_gradient(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    return sdpa.eager(make_problem(24, 16, heads=2))(q, k, v, scale).detach()
+
+
+def raises_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    raise RuntimeError("CUDA out of memory\nof 3 GiB")
+
+
+def raises_backward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    out = sdpa.eager(make_problem(24, 16, heads=2))(q, k, v, scale)
+
+    def refuse(_: Tensor) -> Tensor:
+        raise RuntimeError("This build does not support backward.")
+
+    out.register_hook(refuse)
+    return out
+
+
+def forgets_v(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    return sdpa.eager(make_problem(24, 16, heads=2))(q, k, v.detach(), scale)
+
+
+@pytest.mark.parametrize(
+    ("attend", "why"),
+    [
+        (no_gradient, "it has no backward pass"),
+        (raises_forward, "CUDA out of memory"),
+        (raises_backward, "This build does not support backward."),
+        (forgets_v, "appears to not have been used in the graph"),
+    ],
+)
+def test_a_peer_without_gradients_is_missing_with_the_reason(
+    attend: Attention, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = only(monkeypatch, attend, backward(24, 16, heads=2))
+    assert found.found == {}
+    assert why in reason(found, "eager") and "\n" not in reason(found, "eager")
+
+
+def test_flex_has_no_backward_pass_on_a_cpu_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    found = peers(backward(200, 16, heads=4), "cpu", ["flex"])
+    assert "backward on CPU" in reason(found, "flex")
+
+
+def test_score_matrices_of_a_backward_pass_count_four_times() -> None:
+    fits = make_problem(4096, 128, batch=8)  # 4 GiB
+    assert lineup._too_much_memory(fits) is None
+    why = lineup._too_much_memory(replace(fits, direction="backward"))
+    assert why == "its 4 score matrices take 16.0 GiB, more than 8 GiB"
+    half = replace(make_problem(4096, 128, batch=4), direction="backward")  # type: ignore[arg-type]
+    assert lineup._too_much_memory(half) is None
+
+
+class Seen:
+    """Attention of `problem` that notes what is pinned, and what reaches its backward pass."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.forwards = self.backwards = 0
+        self.pinned = False
+        self.pinned_at: list[bool] = []
+        self.strides: list[tuple[int, ...]] = []
+        self.peer = Peer("seen", "seen", self.attend, self.pin)
+
+    @contextmanager
+    def pin(self) -> Iterator[None]:
+        self.pinned = True
+        yield
+        self.pinned = False
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        self.forwards += 1
+        self.pinned_at.append(self.pinned)
+        out = sdpa.eager(self.problem)(q, k, v, scale)
+        rows_outside = out.transpose(1, 2).contiguous().transpose(1, 2)
+        if rows_outside.requires_grad:
+            rows_outside.register_hook(self._note)
+        return rows_outside
+
+    def _note(self, g: Tensor) -> None:
+        self.backwards += 1
+        self.strides.append(g.stride())
+
+
+def test_the_forward_pass_is_pinned_and_runs_once_for_each_set_before_any_backward() -> None:
+    problem = backward(24, 16, heads=2)
+    sets = [draw_inputs(problem, torch.device("cpu"), seed) for seed in range(3)]
+    seen = Seen(problem)
+    launch = peer_launch(seen.peer, problem, sets)
+    assert seen.forwards == 0
+    launch(1)  # the first one, whichever set it is for
+    assert (seen.forwards, seen.backwards) == (3, 1)
+    launch(0)
+    launch(2)
+    assert (seen.forwards, seen.backwards) == (3, 3)
+    assert seen.pinned_at == [True] * 3
+
+
+def test_the_gradient_comes_in_the_memory_layout_of_the_output() -> None:
+    problem = backward(24, 16, heads=2)
+    [*inputs, g] = draw_inputs(problem, torch.device("cpu"), 0)
+    seen = Seen(problem)
+    seen.peer.ready(*inputs, g, 0.25)()
+    assert seen.strides != [g.stride()]
+    assert seen.strides == [g.transpose(1, 2).contiguous().transpose(1, 2).stride()]
+
+
+def test_a_launch_of_a_forward_problem_is_the_output_alone() -> None:
+    problem = make_problem(24, 16, heads=2, dtype="fp32")
+    seen = Seen(problem)
+    launch = peer_launch(seen.peer, problem, [draw_inputs(problem, torch.device("cpu"), 0)])
+    launch(0)
+    launch(0)
+    assert (seen.forwards, seen.backwards) == (2, 0)
+
+
+def test_forward_passes_that_fail_leave_no_half_made_launch() -> None:
+    problem = backward(24, 16, heads=2)
+    sets = [draw_inputs(problem, torch.device("cpu"), seed) for seed in range(2)]
+    seen = Seen(problem)
+
+    def attend(*given: Any) -> Tensor:
+        if seen.forwards == 1:
+            seen.forwards = 100
+            raise RuntimeError("CUDA out of memory")
+        return seen.attend(*given)
+
+    launch = peer_launch(Peer("seen", "seen", attend), problem, sets)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        launch(0)
+    launch(1)
+    assert seen.backwards == 1
+
+
+def test_the_tuner_gives_a_peer_the_gradient_of_each_set() -> None:
+    problem = backward(24, 16, heads=2, kv_heads=1)
+    given: list[Tensor] = []
+
+    def ready(*inputs: Tensor) -> Callable[[], None]:
+        given.extend(inputs)
+        return lambda: None
+
+    bench = Bench()
+    bench._job = SimpleNamespace(problem=problem)  # type: ignore[assignment]
+    rest = [torch.empty(1) for _ in range(9)]  # q, k, v, o, lse, g, dq, dk, dv
+    bench._sets = [tuple(rest)]  # type: ignore[list-item]
+    bench._peer_launches(SimpleNamespace(ready=ready))(0)  # type: ignore[arg-type]
+    assert [id(one) for one in given[:4]] == [id(rest[i]) for i in (0, 1, 2, 5)]
+    assert given[4] == 16**-0.5
+
+
 # Packages of their own
 
 
@@ -161,10 +445,15 @@ class FakeFlash(ModuleType):
     ) -> object:
         self.seen.append(tuple(q.shape))
         assert not q.is_contiguous()  # a view: no copy is part of the call
-        features = Features("bottom_right" if causal else "none")
-        rows = (one.transpose(1, 2) for one in (q, k, v))
-        out = reference.truth(*rows, features, softmax_scale)[0].float().transpose(1, 2)
-        return (out.contiguous(), None) if self.as_tuple else out.contiguous()
+        rows = [one.transpose(1, 2) for one in (q, k, v)]
+        ratio, hidden = q.shape[2] // k.shape[2], k.shape[1] - q.shape[1]
+        keys, values = (one.repeat_interleave(ratio, 1) for one in rows[1:])
+        scores = rows[0] @ keys.transpose(2, 3) * softmax_scale
+        if causal:
+            seen = torch.ones_like(scores, dtype=torch.bool).tril(hidden)
+            scores = scores.masked_fill(~seen, -torch.inf)
+        out = (scores.softmax(-1) @ values).transpose(1, 2).contiguous()
+        return (out, None) if self.as_tuple else out
 
 
 @pytest.fixture
@@ -202,6 +491,16 @@ def test_flash_attention_gets_views_with_rows_outside(
     [peer] = found.found.values()
     right, _ = reference.truth(q, k, v, problem.features, 0.4)
     torch.testing.assert_close(peer(q, k, v, 0.4).double(), right, atol=1e-5, rtol=1e-5)
+
+
+def test_of_both_packages_flash_attention_4_alone_has_a_backward_pass(
+    installed: dict[str, FakeFlash],
+) -> None:
+    problem = backward(24, 16, heads=4, kv_heads=2, head_dim_v=24, causal=True)
+    found = peers(problem, "cpu", ["fa3", "fa4"])
+    assert backends(found) == {"fa4"}
+    assert "fa3-fwd, is built without the backward pass" in reason(found, "fa3")
+    assert installed["fa3"].seen == []
 
 
 @pytest.mark.parametrize("key", ["fa3", "fa4"])

@@ -57,7 +57,7 @@ def compare(
     """
     import torch
 
-    from fagen.judge.peers import STANDARD, draw_inputs, peers
+    from fagen.judge.peers import STANDARD, draw_inputs, peer_launch, peers
     from fagen.serve.place import place_of
 
     policy = policy or MeasurePolicy()
@@ -76,7 +76,8 @@ def compare(
         timings = race(
             launches, policy, rounds, device=where, sets=count, clock=clock, failed=failed
         )
-        callers = {KERNEL: Caller(partial(kernel, *sets[0]))}
+        q, k, v, *_ = sets[0]
+        callers = {KERNEL: Caller(partial(kernel, q, k, v))}
         callers |= {name: _peer_caller(peer, problem, sets[0]) for name, peer in found.items()}
         callers = {name: caller for name, caller in callers.items() if name in timings}
         calls = race_calls(callers, rounds, device=where, failed=failed)
@@ -84,22 +85,14 @@ def compare(
 
 
 def _kernel_launch(kernel: Kernel, sets: list[Inputs]) -> LaunchSet:
-    kernel(*sets[0])  # makes what these tensors need, before any graph is captured
-
     def launch(number: int) -> None:
-        kernel(*sets[number])
+        q, k, v, *_ = sets[number]
+        kernel(q, k, v)
 
-    return launch
-
-
-def peer_launch(peer: Peer, problem: Problem, sets: list[Inputs]) -> LaunchSet:
-    scale = problem.shape.head_dim**-0.5
-
-    def launch(number: int) -> None:
-        peer(*sets[number], scale)
-
+    launch(0)  # makes what these tensors need, before any graph is captured
     return launch
 
 
 def _peer_caller(peer: Peer, problem: Problem, inputs: Inputs) -> Caller:
-    return Caller(partial(peer.attend, *inputs, problem.shape.head_dim**-0.5), peer.pin)
+    q, k, v, *_ = inputs
+    return Caller(partial(peer.attend, q, k, v, problem.shape.head_dim**-0.5), peer.pin)

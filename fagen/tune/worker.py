@@ -344,11 +344,12 @@ class Bench:
         return lambda i: runner.launch(*self._sets[i], self._scale)
 
     def _peer_launches(self, peer: Peer) -> Callable[[int], None]:
-        def launch(i: int) -> None:
-            q, k, v, *_ = self._sets[i]
-            peer(q, k, v, self._scale)
+        from fagen.judge.peers import peer_launch
 
-        return launch
+        problem = self._job.problem
+        places = (0, 1, 2, 5) if problem.direction == "backward" else (0, 1, 2)  # q, k, v and g
+        given = [tuple(one[place] for place in places) for one in self._sets]
+        return peer_launch(peer, problem, given)
 
 
 def _tensors(problem: Problem, device: torch.device, seed: int) -> Tensors:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from fagen.judge.peers import peers
+from fagen.judge.measure import race
+from fagen.judge.peers import draw_inputs, peer_launch, peers
 from fagen.problem import make_problem
 from fagen.report.bench import short
 from fagen.serve.compare import KERNEL, compare
@@ -54,6 +57,34 @@ def test_flash_attention_runs_on_views_or_says_how_to_install_it(key: str):
     # Besides the new output: LSE and scheduler data, yet no copy of q, k or v.
     extra = torch.cuda.max_memory_allocated() - free - out.nbytes
     assert extra < k.nbytes
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("key", [*TORCHS, "flex", "fa4"])
+def test_gradients_are_right_and_a_graph_of_them_is_too(key: str, causal: bool):
+    problem = make_problem(300, 64, heads=4, causal=causal)
+    problem = replace(problem, direction="backward")
+    found = peers(problem, "cuda", [key])
+    if key == "fa4" and found.missing:
+        [reason] = found.missing.values()
+        assert reason.startswith("not installed; run: pip install")
+        return
+    assert found.missing == {}
+    [peer] = found.found.values()
+    sets = [draw_inputs(problem, torch.device("cuda"), seed) for seed in range(2)]
+    gradients = peer.ready(*sets[0], 0.125)
+    wanted = [one.clone() for one in gradients()]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = gradients()
+    for one in captured:
+        one.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    for one, right in zip(captured, wanted, strict=True):
+        assert (one.float() - right.float()).norm() < 1e-3 * right.float().norm()
+    timings = race({key: peer_launch(peer, problem, sets)}, QUICK, 2, device="cuda", sets=2)
+    assert timings[key].median_us > 1
 
 
 def test_a_call_takes_longer_than_its_host_part_and_than_its_kernel():

@@ -1,6 +1,6 @@
 """What users would run instead of fagen: pinned, named with their versions, never silent."""
 
-from fagen.judge.peers.base import Peer
+from fagen.judge.peers.base import Peer, peer_launch
 from fagen.judge.peers.lineup import (
     FUSED,
     STANDARD,
@@ -10,4 +10,13 @@ from fagen.judge.peers.lineup import (
     peers,
 )
 
-__all__ = ["FUSED", "STANDARD", "Peer", "Peers", "backends_named", "draw_inputs", "peers"]
+__all__ = [
+    "FUSED",
+    "STANDARD",
+    "Peer",
+    "Peers",
+    "backends_named",
+    "draw_inputs",
+    "peer_launch",
+    "peers",
+]

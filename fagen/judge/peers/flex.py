@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ def flex(problem: Problem) -> Attention:
     # the whole score matrix: what it compiled for earlier problems is dropped.
     torch.compiler.reset()
     compiled = torch.compile(flex_attention, dynamic=False)
+    setting = _kept_buffers if problem.direction == "backward" else nullcontext
 
     def seen(_batch: Tensor, _head: Tensor, row: Tensor, key: Tensor) -> Tensor:
         return row + shift >= key
@@ -33,10 +35,20 @@ def flex(problem: Problem) -> Attention:
                 seen, None, None, s.seq_q, s.seq_kv, device=q.device
             )
         mask = masks.get(q.device)
-        out: Tensor = compiled(q, k, v, block_mask=mask, scale=scale, enable_gqa=grouped)
+        with setting():
+            out: Tensor = compiled(q, k, v, block_mask=mask, scale=scale, enable_gqa=grouped)
         return out
 
     return attend
+
+
+def _kept_buffers() -> AbstractContextManager[object]:
+    """A backward pass compiled without this writes into what the forward pass saved, and refuses
+    `retain_graph`: torch then says to turn it off."""
+    from torch._functorch import config
+
+    found: AbstractContextManager[object] = config.patch(donated_buffer=False)
+    return found
 
 
 def _name() -> str:

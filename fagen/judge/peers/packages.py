@@ -84,6 +84,7 @@ BACKENDS = (
         partial(_name, "fa3", "fa3-fwd"),
         fa3,
         partial(_absent, "fa3_fwd_interface", "pip install fa3-fwd"),
+        no_backward="its package, fa3-fwd, is built without the backward pass",
     ),
     Backend("fa4", partial(_name, "fa4", "flash-attn-4"), fa4, _fa4_absent),
 )
