@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fagen.judge.calls import Caller, CallTiming, race_calls
 from fagen.judge.measure import LaunchSet, MeasurePolicy, race
 from fagen.outcome import Timing
 from fagen.problem import Problem
+from fagen.serve.gradient import GradientKernel
 from fagen.serve.kernel import Kernel
 from fagen.serve.library import get
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
     from fagen.judge.measure import Clock
-    from fagen.judge.peers.base import Peer
+    from fagen.judge.peers import Peer
     from fagen.judge.peers.lineup import Inputs
 
 ROUNDS = 11
@@ -34,7 +36,7 @@ class Comparison:
     """
 
     problem: Problem
-    kernel: Kernel
+    kernel: Kernel | GradientKernel
     timings: dict[str, Timing]
     calls: dict[str, CallTiming]
     missing: dict[str, str]
@@ -71,28 +73,56 @@ def compare(
         sets = [draw_inputs(problem, where, seed) for seed in range(count)]
         chosen = STANDARD if backends is None else backends
         found, missing = peers(problem, where, chosen, sets[0])
-        launches = {KERNEL: _kernel_launch(kernel, sets)}
+        launch, call = _kernel_calls(problem, kernel, sets, db)
+        launches = {KERNEL: launch}
         launches |= {name: peer_launch(peer, problem, sets) for name, peer in found.items()}
         timings = race(
             launches, policy, rounds, device=where, sets=count, clock=clock, failed=failed
         )
-        q, k, v, *_ = sets[0]
-        callers = {KERNEL: Caller(partial(kernel, q, k, v))}
+        callers = {KERNEL: Caller(call)}
         callers |= {name: _peer_caller(peer, problem, sets[0]) for name, peer in found.items()}
         callers = {name: caller for name, caller in callers.items() if name in timings}
         calls = race_calls(callers, rounds, device=where, failed=failed)
     return Comparison(problem, kernel, timings, calls, {**missing, **failed}, policy.name)
 
 
-def _kernel_launch(kernel: Kernel, sets: list[Inputs]) -> LaunchSet:
+def _kernel_calls(
+    problem: Problem, kernel: Kernel | GradientKernel, sets: list[Inputs], db: str | None
+) -> tuple[LaunchSet, Callable[[], Any]]:
+    """The kernel on each input set, and what a user calls, on the first one.
+
+    Of a backward pass that is autograd's call, as the peers' is.
+    """
+    if not isinstance(kernel, GradientKernel):
+        return _on_sets(kernel, sets), partial(kernel, *sets[0])
+    from fagen.judge.peers import Peer
+
+    forward = get(replace(problem, direction="forward"), device=kernel.device, db=db)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return forward(q, k, v, scale=scale)  # type: ignore[return-value]
+
+    given = []
+    for q, k, v, g in sets:
+        o, lse = forward(q, k, v, return_lse=True)
+        given.append((q, k, v, o, lse, g))
+    q, k, v, g = sets[0]
+    ready = Peer(KERNEL, KERNEL, attend).ready(q, k, v, g, problem.shape.head_dim**-0.5)
+    return _on_sets(kernel, given), ready
+
+
+def _on_sets(kernel: Callable[..., Any], sets: Sequence[tuple[Tensor, ...]]) -> LaunchSet:
     def launch(number: int) -> None:
-        q, k, v, *_ = sets[number]
-        kernel(q, k, v)
+        kernel(*sets[number])
 
     launch(0)  # makes what these tensors need, before any graph is captured
     return launch
 
 
 def _peer_caller(peer: Peer, problem: Problem, inputs: Inputs) -> Caller:
-    q, k, v, *_ = inputs
-    return Caller(partial(peer.attend, q, k, v, problem.shape.head_dim**-0.5), peer.pin)
+    scale = problem.shape.head_dim**-0.5
+    if problem.direction == "backward":
+        q, k, v, g = inputs
+        return Caller(peer.ready(q, k, v, g, scale))
+    q, k, v = inputs
+    return Caller(partial(peer.attend, q, k, v, scale), peer.pin)
