@@ -132,3 +132,21 @@ def test_a_truth_too_dear_is_taken_of_some_heads(monkeypatch: pytest.MonkeyPatch
     assert judged(problem, level="full").passed
     spoilt = judged(problem, lambda outputs, *_: outputs[1][-1:, -1:].mul_(1.2), level="full")
     assert not spoilt.passed
+
+
+@pytest.mark.parametrize(("error", "passes"), [(3e-5, True), (3e-3, False)])
+def test_where_nothing_but_rounding_is_right_errors_are_absolute(
+    error: float, passes: bool
+) -> None:
+    """Values that are all equal have gradients of zero, and float64 gives 1e-17 for them."""
+    dice = torch.Generator().manual_seed(0)
+    truth = torch.randn(2, 2, 40, 24, generator=dice, dtype=torch.float64) * 1e-17
+    right = gradients.RightGradients((truth, truth, truth), None)
+    base = [torch.zeros_like(truth) for _ in range(3)]
+    found = [torch.full_like(truth, error) for _ in range(3)]
+    budgets = [
+        gradients.FACTOR * float(of_base) + gradients.SLACK for of_base in right.judged(base)
+    ]
+    errors = [float(one) for one in right.judged(found)]
+    fits = [one <= most for one, most in zip(errors, budgets, strict=True)]
+    assert fits == [passes] * 6

@@ -31,6 +31,7 @@ KINDS = ("dq_max", "dq_l2", "dk_max", "dk_l2", "dv_max", "dv_l2", *COMMON)
 # As FlashAttention's own tests judge gradients: three times the baseline's error.
 FACTOR, SLACK = 3.0, 1e-4
 MOST_HEADS = 16
+ROUNDING = 1e-9  # far above float64's of values up to hundreds, far below any gradient that counts
 
 Head = tuple[int, int]  # batch, key head
 
@@ -54,9 +55,15 @@ class RightGradients:
         found: list[Tensor] = []
         for whole, right in zip(outputs, self.gradients, strict=True):
             off = finite((_picked(whole, outputs[1], self.heads).double() - right).abs())
-            size = right.norm()
-            found += [largest(off), off.norm() / torch.where(size > 0, size, 1.0)]
+            found += [largest(off), off.norm() / _size(right)]
         return found
+
+
+def _size(right: Tensor) -> Tensor:
+    """What an L2 error is relative to. A truth of nothing but float64's own rounding, as where all
+    values are equal, has no size: there the error is a root mean square."""
+    size, elements = right.norm(), max(right.numel(), 1) ** 0.5
+    return torch.where(size > ROUNDING * elements, size, elements)
 
 
 def prepare(

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-Alike = Callable[[Any, Any, Any], bool]
+Alike = Callable[..., bool]
 
 
-def alike(q: Tensor, k: Tensor, v: Tensor) -> Alike:
-    """Gives True only for three tensors that are like these in all but address and contents.
+def alike(*tensors: Tensor) -> Alike:
+    """Gives True only for as many tensors that are like these in all but address and contents.
 
     It may give False for some that are, such as the same tensor twice.
     """
     guards = _guards()
-    return _never if guards is None else _check_of(guards, q, k, v)
+    return _never if guards is None else _check_of(guards, *tensors)
 
 
 @lru_cache(maxsize=1)
@@ -75,5 +75,5 @@ def _check_of(guards: Any, *tensors: Tensor) -> Alike:
     return check
 
 
-def _never(_q: object, _k: object, _v: object) -> bool:
+def _never(*_: object) -> bool:
     return False

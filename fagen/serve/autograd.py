@@ -41,6 +41,8 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         kernel, scale = ctx.call
         compute = partial(kernel.gradient, scale=scale, wanted=ctx.needs_input_grad[:3])
+        if not is_on():  # which it is where a second derivative is asked for
+            return *compute(*ctx.saved_tensors, g), None, None
         found = _Gradients.apply(compute, *ctx.saved_tensors, g)  # type: ignore[no-untyped-call]
         return *found, None, None
 

@@ -11,6 +11,7 @@ from fagen.errors import BadInput
 from fagen.run.cuda import allocate, current_device
 from fagen.run.kernel import GRADIENTS
 from fagen.serve import inputs
+from fagen.serve.alike import Alike, alike
 from fagen.serve.kernel import MOST_PLANS
 from fagen.serve.served import Launch, Served
 
@@ -19,20 +20,31 @@ if TYPE_CHECKING:
 
     from fagen.problem import Shape
 
+Given = tuple["Tensor", "Tensor", "Tensor", "Tensor", "Tensor", "Tensor"]  # q, k, v, o, lse, g
 Gradients = tuple["Tensor | None", "Tensor | None", "Tensor | None"]
+Wanted = tuple[bool, bool, bool]
 ALL = (True, True, True)
 
 
 class _Plan(NamedTuple):
-    """All that one kind of call needs. new: memory for dQ, dK and dV each, none for those that
-    nothing writes."""
+    """All that one kind of call needs, and how to tell that kind.
+
+    new: memory for dQ, dK and dV each, none for those that nothing writes. dense_g: whether g is
+    laid out anew first. alike, aligned, positive, repeatable, wanted: what the tensors, their
+    addresses, the scale, torch's switch and the caller's wish are.
+    """
 
     launch: Launch
     new: tuple[Callable[[], Tensor], ...]
-    wanted: tuple[bool, bool, bool]
+    dense_g: bool
     scale: float
     device: int | None
     current_device: Callable[[], int]
+    alike: Alike
+    aligned: bool
+    positive: bool
+    repeatable: bool
+    wanted: Wanted
 
     def run(
         self,
@@ -44,6 +56,8 @@ class _Plan(NamedTuple):
         g: Tensor,
         scale: float | None,
     ) -> Gradients:
+        if self.dense_g:
+            g = g.contiguous()
         made = [new() for new in self.new]
         self.launch(q, k, v, o, lse, g, *made, self.scale if scale is None else float(scale))
         dq, dk, dv = (x if want else None for x, want in zip(made, self.wanted, strict=True))
@@ -62,6 +76,7 @@ class GradientKernel(Served):
 
     deterministic: bool = field(default=False, kw_only=True)
     _plans: dict[Any, _Plan] = field(default_factory=dict, repr=False)
+    _last: _Plan | None = field(default=None, repr=False)
 
     def __call__(
         self,
@@ -73,13 +88,13 @@ class GradientKernel(Served):
         g: Tensor,
         *,
         scale: float | None = None,
-        wanted: tuple[bool, bool, bool] = ALL,
+        wanted: Wanted = ALL,
     ) -> Gradients:
         """The gradients of q, k and v, dense, in their dtype; None for those not `wanted`.
 
         scale: the forward call's, by default 1/sqrt(D). Rows that see no key have no part.
         """
-        plan, g = self._plan(q, k, v, o, lse, g, scale, wanted)
+        plan = self._plan((q, k, v, o, lse, g), scale, wanted)
         if plan.device is None or plan.current_device() == plan.device:
             return plan.run(q, k, v, o, lse, g, scale)
         import torch
@@ -87,57 +102,46 @@ class GradientKernel(Served):
         with torch.cuda.device(plan.device):
             return plan.run(q, k, v, o, lse, g, scale)
 
-    def _plan(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        g: Tensor,
-        scale: float | None,
-        wanted: tuple[bool, bool, bool],
-    ) -> tuple[_Plan, Tensor]:
-        """And g as the kernel takes it."""
-        import torch
+    def _plan(self, given: Given, scale: float | None, wanted: Wanted) -> _Plan:
+        from torch import are_deterministic_algorithms_enabled
 
-        if inputs.layout_of(q, k, v) == "aligned16" and inputs.layout_of(g, g, g) == "any":
-            g = g.contiguous()  # torch has gradients of one number for all of a sum's terms
-        aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr() | g.data_ptr()) % inputs.ALIGNMENT
+        q, k, v, _, _, g = given
+        pointers = q.data_ptr() | k.data_ptr() | v.data_ptr() | g.data_ptr()
+        aligned = pointers % inputs.ALIGNMENT == 0
         positive = scale is None or bool(scale >= inputs.LEAST_SCALE)
-        repeatable = self.deterministic or torch.are_deterministic_algorithms_enabled()
-        key = (
-            *((x.shape, x.stride(), x.dtype, x.device, x.is_neg()) for x in (q, k, v, g, o, lse)),
-            *(aligned == 0, positive, repeatable, wanted),
-        )
+        repeatable = self.deterministic or are_deterministic_algorithms_enabled()
+        how = aligned, positive, repeatable, wanted
+        last = self._last
+        if (
+            last is not None
+            and (last.aligned, last.positive, last.repeatable, last.wanted) == how
+            and last.alike(*given)
+        ):
+            return last
+        key = (*((x.shape, x.stride(), x.dtype, x.device, x.is_neg()) for x in given), how)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._make_plan((q, k, v, g), (o, lse), positive, repeatable, wanted)
+            plan = self._make_plan(given, how)
             if len(self._plans) >= MOST_PLANS:
                 self._plans.clear()
             self._plans[key] = plan
-        return plan, g
+        self._last = plan
+        return plan
 
-    def _make_plan(
-        self,
-        given: tuple[Tensor, Tensor, Tensor, Tensor],
-        kept: tuple[Tensor, Tensor],
-        positive: bool,
-        repeatable: bool,
-        wanted: tuple[bool, bool, bool],
-    ) -> _Plan:
-        q, k, v, g = given
+    def _make_plan(self, given: Given, how: tuple[bool, bool, bool, Wanted]) -> _Plan:
+        q, k, v, o, lse, g = given
+        _, positive, repeatable, wanted = how
         shape = inputs.shape_of(q, k, v)
-        _check_kept(shape, q, g, *kept)
+        _check_kept(shape, q, g, o, lse)
         if not q.shape[1]:
             made = self.problem.shape
             shape = replace(shape, heads_q=made.heads_q, heads_kv=made.heads_kv)
         inputs.check_promise(self.problem, shape)
         self._check_device(q)
-        aligned = "any" not in (inputs.layout_of(q, k, v), inputs.layout_of(q, k, g))
-        call = inputs.problem_like(
-            self.problem, shape, "aligned16" if aligned else "any", not positive
-        )
+        layout = inputs.layout_of(q, k, v)
+        # torch has gradients of one number for all of a sum's terms.
+        dense_g = layout == "aligned16" and inputs.layout_of(g, g, g) == "any"
+        call = inputs.problem_like(self.problem, shape, layout, not positive)
         chosen = self._chosen_for(call, repeatable=repeatable)
         assert chosen.prepare is not None
         names = [name for name, want in zip(GRADIENTS, wanted, strict=True) if want]
@@ -146,13 +150,16 @@ class GradientKernel(Served):
             tuple(x.shape) if name in written else (0,)
             for name, x in zip(GRADIENTS, (q, k, v), strict=True)
         )
+        laid = g.new_empty(g.shape) if dense_g else g
         return _Plan(
-            chosen.prepare(q, k, v, g, wanted=names),
+            chosen.prepare(q, k, v, laid, wanted=names),
             tuple(allocate(one, q.dtype, q.device) for one in shapes),
-            wanted,
+            dense_g,
             1 / math.sqrt(shape.head_dim),
             q.device.index if q.is_cuda else None,
             current_device(),
+            alike(*given),
+            *how,
         )
 
 
