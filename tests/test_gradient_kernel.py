@@ -263,3 +263,16 @@ def test_a_kernel_can_be_asked_to_repeat(monkeypatch: pytest.MonkeyPatch) -> Non
     library.forget()
     with pytest.raises(NoKernel, match="backward"):
         _ = fagen.get(q, k, v, deterministic=True).gradient
+
+
+def test_calls_with_and_without_gradients_each_have_a_quick_way() -> None:
+    q, k, v = leaves()
+    kernel = fagen.get(q, k, v)
+    for _ in range(2):
+        kernel(q, k, v).sum().backward()
+        with torch.no_grad():
+            kernel(q.detach(), k.detach(), v.detach())
+    for training in (True, False):
+        given = [x.detach().requires_grad_(training) for x in (q, k, v)]
+        kernel(*given)
+        assert kernel._last is not None and kernel._last.alike(*given)

@@ -12,7 +12,7 @@ from fagen.run.cuda import allocate, current_device
 from fagen.run.kernel import GRADIENTS
 from fagen.serve import inputs
 from fagen.serve.alike import Alike, alike
-from fagen.serve.kernel import MOST_PLANS
+from fagen.serve.kernel import MOST_PLANS, kind_of
 from fagen.serve.served import Launch, Served
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class GradientKernel(Served):
             and last.alike(*given)
         ):
             return last
-        key = (*((x.shape, x.stride(), x.dtype, x.device, x.is_neg()) for x in given), how)
+        key = (*map(kind_of, given), how)
         plan = self._plans.get(key)
         if plan is None:
             plan = self._make_plan(given, how)

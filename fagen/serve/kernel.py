@@ -54,6 +54,11 @@ def _never() -> bool:
     return False
 
 
+def kind_of(x: Tensor) -> tuple[object, ...]:
+    """Whatever a plan depends on, and `alike` sees, as plain attributes."""
+    return x.shape, x.stride(), x.dtype, x.device, x.is_neg(), x.requires_grad
+
+
 @dataclass(eq=False, repr=False)
 class Kernel(Served):
     """out = kernel(q, k, v): exact attention for any sizes of the kind it was made for.
@@ -143,13 +148,7 @@ class Kernel(Served):
             and last.alike(q, k, v)
         ):
             return last
-        # Whatever a plan depends on is in the key, as plain attributes.
-        key = (
-            *(q.shape, q.stride(), q.dtype, q.device),
-            *(k.shape, k.stride(), k.dtype, k.device),
-            *(v.shape, v.stride(), v.dtype, v.device),
-            *(aligned, positive, q.is_neg(), k.is_neg(), v.is_neg()),
-        )
+        key = kind_of(q), kind_of(k), kind_of(v), aligned, positive
         plan = self._plans.get(key)
         if plan is None:
             plan = self._make_plan(q, k, v, aligned, positive)
