@@ -30,9 +30,7 @@ class Knobs:
 
     q_block_n: int = knob(128, (32, 64, 128), "keys of a step towards dQ")
     q_slots: int = knob(2, (2, 3), "blocks of K and of V in flight towards dQ")
-    q_early: bool = knob(
-        False, (False, True), "queue QK^T of the next block behind dQ of this one"
-    )
+    q_early: bool = knob(False, (False, True), "queue QK^T of the next block behind dQ")
 
 
 def _registers(problem: Problem, knobs: Knobs) -> float:
