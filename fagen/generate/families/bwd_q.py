@@ -21,7 +21,7 @@ TILE = ROWS * GROUPS  # query rows of a block; LSE2 and DELTA hold whole tiles o
 LAUNCH_REGISTERS, REGISTERS = 168, 240
 # Beside accumulators, which at D128 with 128 keys, or at D256 with 64, take 192.
 OTHER_REGISTERS = 48
-BARRIER_BYTES = 256
+BARRIER_BYTES = 1024
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,7 @@ def words(problem: Problem) -> dict[str, Any]:
     return {
         "groups": GROUPS,
         "rows": ROWS,
+        "tile": TILE,
         "registers": REGISTERS,
         "pad_dim": padded(problem.shape.head_dim),
         "pad_dim_v": padded(problem.shape.head_dim_v),
