@@ -7,11 +7,20 @@ from typing import Any, cast
 
 from fagen.config import Config
 from fagen.errors import BadConfig
-from fagen.generate.families import flash, flash_bwd, flash_ws, kv_outer, slim
+from fagen.generate.families import (
+    flash,
+    flash_bwd,
+    flash_bwd_roles,
+    flash_bwd_ws,
+    flash_ws,
+    kv_outer,
+    slim,
+)
 from fagen.generate.families.base import Family
 
 FAMILIES: dict[str, Family] = {
-    module.NAME: cast(Family, module) for module in (flash_ws, flash, kv_outer, slim, flash_bwd)
+    module.NAME: cast(Family, module)
+    for module in (flash_ws, flash, kv_outer, slim, flash_bwd_ws, flash_bwd_roles, flash_bwd)
 }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fagen.generate.families.base import Constraint, knob
+from fagen.generate.families.base import Constraint, Pass, knob
 from fagen.generate.families.tiling import ALIGN_BYTES, cdiv, descriptor, padded, size_args
 from fagen.generate.program import Arg, Entry, Sizes
 from fagen.problem import ITEM_BYTES, Problem
@@ -93,7 +93,12 @@ def entry(problem: Problem, knobs: Knobs, name: str) -> Entry:
         Arg("scale_log2", "fp32"),
         *size_args(),
     )
-    return Entry(f"{name}_q", args, 4, 1, LAUNCH_REGISTERS, "gluon")
+    return Entry(f"{name}_q", args, 4, 1, LAUNCH_REGISTERS, "gluon", ("DQ",))
+
+
+def main_pass(problem: Problem, knobs: Knobs) -> Pass:
+    columns = 2 * padded(problem.shape.head_dim) + padded(problem.shape.head_dim_v)
+    return Pass(TILE, knobs.q_block_n, False, columns, 0.0, GROUPS, knobs.q_slots)
 
 
 def grid(sizes: Sizes) -> tuple[int, int, int]:

@@ -66,7 +66,7 @@ def convert_entry(problem: Problem, name: str) -> Entry:
         Arg("scale_log2", "fp32"),
         *(Arg(size, "i32") for size in ("batch", "heads_q", "seq_q")),
     )
-    return Entry(f"{name}_convert", args, CONVERT_WARPS, 1, dialect="gluon")
+    return Entry(f"{name}_convert", args, CONVERT_WARPS, 1, dialect="gluon", gives=("DQ",))
 
 
 def grid(sizes: Sizes) -> tuple[int, int, int]:

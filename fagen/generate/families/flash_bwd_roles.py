@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fagen.generate.families import bwd_q, bwd_side
-from fagen.generate.families.base import Constraint, knob
+from fagen.generate.families.base import Constraint, Pass, knob
 from fagen.generate.families.tiling import cdiv, descriptor, padded, size_args
 from fagen.generate.program import Arg, Entry, Sizes, Workspace
 from fagen.problem import ITEM_BYTES, Problem
 from fagen.target import Target
 
 NAME = "flash_bwd_roles"
+DIRECTION = "backward"
 TEMPLATE = "flash_bwd_roles.py.j2"
 
 KEYS = 64  # whose dK and dV a block owns
@@ -43,8 +44,6 @@ CONSTRAINTS: tuple[Constraint, ...] = (
 
 
 def why_unsupported(problem: Problem, target: Target) -> str | None:
-    if problem.direction != "backward":
-        return f"flash_bwd_roles computes the backward pass, not {problem.direction}."
     if target.arch != 90:
         return "flash_bwd_roles is for Hopper: it needs compute capability 9.0."
     if problem.shape.dtype == "fp32":
@@ -65,8 +64,7 @@ def seeds(problem: Problem, target: Target) -> list[Knobs]:
     return [*found, replace(wide, kv_slots=3), replace(narrow, kv_slots=3)]
 
 
-def deterministic(knobs: Knobs) -> bool:
-    """Whether each run gives the same bits."""
+def repeats(knobs: Knobs) -> bool:
     return True
 
 
@@ -96,7 +94,7 @@ def entries(problem: Problem, knobs: Knobs, name: str) -> tuple[Entry, ...]:
     )
     return (
         bwd_side.entry(problem, name),
-        Entry(f"{name}_kv", args, 4, 1, bwd_q.LAUNCH_REGISTERS, "gluon"),
+        Entry(f"{name}_kv", args, 4, 1, bwd_q.LAUNCH_REGISTERS, "gluon", ("DK", "DV")),
         bwd_q.entry(problem, knobs, name),
     )
 
@@ -117,6 +115,16 @@ def scalars(problem: Problem, knobs: Knobs, sizes: Sizes, sm_count: int) -> dict
 
 def workspaces(knobs: Knobs, sizes: Sizes) -> tuple[Workspace, ...]:
     return bwd_side.workspaces(sizes)
+
+
+def adds(knobs: Knobs) -> bool:
+    return False
+
+
+def passes(problem: Problem, knobs: Knobs) -> tuple[Pass, ...]:
+    columns = 2 * (padded(problem.shape.head_dim) + padded(problem.shape.head_dim_v))
+    kv = Pass(ROWS, KEYS, True, columns, 0.0, 2, knobs.kv_slots)
+    return kv, bwd_q.main_pass(problem, knobs)
 
 
 def limits(problem: Problem, knobs: Knobs) -> dict[str, range]:

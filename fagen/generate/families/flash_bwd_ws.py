@@ -6,13 +6,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fagen.generate.families import bwd_q, bwd_side
-from fagen.generate.families.base import Constraint, knob
+from fagen.generate.families.base import Constraint, Pass, knob
 from fagen.generate.families.tiling import cdiv, descriptor, padded, size_args
 from fagen.generate.program import Arg, Entry, Sizes, Workspace
 from fagen.problem import ITEM_BYTES, Problem
 from fagen.target import Target
 
 NAME = "flash_bwd_ws"
+DIRECTION = "backward"
 TEMPLATE = "flash_bwd_ws.py.j2"
 
 GROUPS = 2
@@ -91,8 +92,6 @@ CONSTRAINTS: tuple[Constraint, ...] = (
 
 
 def why_unsupported(problem: Problem, target: Target) -> str | None:
-    if problem.direction != "backward":
-        return f"flash_bwd_ws computes the backward pass, not {problem.direction}."
     if target.arch != 90:
         return "flash_bwd_ws is for Hopper: it needs compute capability 9.0."
     if problem.shape.dtype == "fp32":
@@ -122,8 +121,7 @@ def seeds(problem: Problem, target: Target) -> list[Knobs]:
     ]
 
 
-def deterministic(knobs: Knobs) -> bool:
-    """Whether each run gives the same bits."""
+def repeats(knobs: Knobs) -> bool:
     return knobs.dq == "kernel"
 
 
@@ -147,6 +145,7 @@ def context(problem: Problem, knobs: Knobs) -> dict[str, Any]:
 def entries(problem: Problem, knobs: Knobs, name: str) -> tuple[Entry, ...]:
     dim, dim_v, block_m = problem.shape.head_dim, problem.shape.head_dim_v, knobs.kv_block_m
     reduces = knobs.dq == "reduce"
+    gives = ("DK", "DV", *(["DQ"] if reduces else []))
     share = f"tensordesc<fp32[1,1,{bwd_q.ROWS},{_share(problem, knobs)}]>"
     args = (
         descriptor("q_desc", problem, block_m, dim),
@@ -163,7 +162,7 @@ def entries(problem: Problem, knobs: Knobs, name: str) -> tuple[Entry, ...]:
     )
     return (
         bwd_side.entry(problem, name, clears=reduces),
-        Entry(f"{name}_kv", args, 4, 1, bwd_q.LAUNCH_REGISTERS, "gluon"),
+        Entry(f"{name}_kv", args, 4, 1, bwd_q.LAUNCH_REGISTERS, "gluon", gives),
         bwd_side.convert_entry(problem, name) if reduces else bwd_q.entry(problem, knobs, name),
     )
 
@@ -184,6 +183,17 @@ def scalars(problem: Problem, knobs: Knobs, sizes: Sizes, sm_count: int) -> dict
 
 def workspaces(knobs: Knobs, sizes: Sizes) -> tuple[Workspace, ...]:
     return bwd_side.workspaces(sizes, clears=knobs.dq == "reduce")
+
+
+def adds(knobs: Knobs) -> bool:
+    return knobs.dq == "reduce"
+
+
+def passes(problem: Problem, knobs: Knobs) -> tuple[Pass, ...]:
+    dim, dim_v = padded(problem.shape.head_dim), padded(problem.shape.head_dim_v)
+    columns = (3 if adds(knobs) else 2) * dim + 2 * dim_v
+    kv = Pass(knobs.kv_block_m, GROUPS * KEYS, True, columns, 0.0, GROUPS, knobs.kv_slots)
+    return (kv,) if adds(knobs) else (kv, bwd_q.main_pass(problem, knobs))
 
 
 def limits(problem: Problem, knobs: Knobs) -> dict[str, range]:
