@@ -81,27 +81,55 @@ def measured() -> str:
         "why. Every sample is in the file: [results](../benchmarks/README.md).",
     ]
     for path in sorted(RESULTS.glob("*-forward*.json")):
-        found = json.loads(path.read_text("utf-8"))
-        device, versions = found["device"], found["versions"]
-        cells = _raced(found)
-        if not cells:
-            continue
-        rows = [_measured_row(cell) for cell in cells]
-        mean = geometric_mean(cell["times_best_peer"][0] for cell in cells)
+        parts += _measured_file(path)
+    gradients = [
+        p for path in sorted(RESULTS.glob("*-backward*.json")) for p in _measured_file(path)
+    ]
+    if gradients:
         parts += [
-            f"## {path.name}",
-            f"{device['name']}, torch {versions['torch']}, Triton {versions['triton']}, "
-            f"{found['date'][:10]}, commit {found['commit']['id']}. "
-            f"Geometric mean of {len(rows)}: {mean:.3f}.",
-            _table(
-                [
-                    *("shape", "fagen us", "TFLOP/s", "best peer", "its us", "faster"),
-                    *("call us", "best peer's", "missing"),
-                ],
-                rows,
-            ),
+            "## The backward pass",
+            "dQ, dK and dV alone: the forward passes ran before. Peers are timed by "
+            "`torch.autograd.grad`, and all are called by it for the call times. fagen's kernel "
+            "is timed whole, with what it clears, adds up and converts. FlashAttention-3's "
+            "package has no backward pass. `repeating` is the best peer's time over that of "
+            "fagen's kernel whose gradients are the same bits in every run, which is no other "
+            "where the fastest repeats; no peer is asked to.",
+            *gradients,
         ]
     return "\n\n".join(parts) + "\n"
+
+
+def _measured_file(path: Path) -> list[str]:
+    """A result file's heading, what ran, and its table; nothing where nothing was raced."""
+    found = json.loads(path.read_text("utf-8"))
+    device, versions = found["device"], found["versions"]
+    cells = _raced(found)
+    if not cells:
+        return []
+    backward = cells[0]["problem"]["direction"] == "backward"
+    mean = geometric_mean(cell["times_best_peer"][0] for cell in cells)
+    return [
+        f"## {path.name}",
+        f"{device['name']}, torch {versions['torch']}, Triton {versions['triton']}, "
+        f"{found['date'][:10]}, commit {found['commit']['id']}. "
+        f"Geometric mean of {len(cells)}: {mean:.3f}{_repeating_mean(cells)}.",
+        _table(
+            [
+                *("shape", "fagen us", "TFLOP/s", "best peer", "its us", "faster"),
+                *(("repeating",) if backward else ()),
+                *("call us", "best peer's", "missing"),
+            ],
+            [_measured_row(cell) for cell in cells],
+        ),
+    ]
+
+
+def _repeating_mean(cells: list[dict[str, Any]]) -> str:
+    ratios = [
+        cell["deterministic"]["times_best_peer"] for cell in cells if "deterministic" in cell
+    ]
+    known = [ratio[0] for ratio in ratios if ratio is not None]
+    return f", of those that repeat {geometric_mean(known):.3f}" if known else ""
 
 
 def _raced(found: dict[str, Any]) -> list[dict[str, Any]]:
@@ -112,18 +140,24 @@ def _raced(found: dict[str, Any]) -> list[dict[str, Any]]:
 def _measured_row(cell: dict[str, Any]) -> list[str]:
     best, us = cell["best_peer"], cell["kernel_us"]["fagen"]
     middle, low, high = cell["times_best_peer"]
-    calls = cell["call_us"]
-    others = [time for name, time in calls.items() if name != "fagen"]
+    calls, repeating = cell["call_us"], []
+    if "deterministic" in cell:
+        known = cell["deterministic"]["times_best_peer"]
+        repeating = ["-" if known is None else f"{known[0]:.3f}"]
+    others = [time for name, time in calls.items() if not name.startswith("fagen")]
     missing = ", ".join(name.split(" ")[0] for name in cell["missing"])
     return [
-        cell["problem"]["text"].removeprefix("forward "),
+        cell["problem"]["text"].removeprefix(f"{cell['problem']['direction']} "),
         f"{us:.1f}",
         f"{cell['problem']['flops'] / us * 1e-6:.0f}",
         best,
         f"{cell['kernel_us'][best]:.1f}",
         f"{middle:.3f} ({min(low, high):.3f} to {max(low, high):.3f})",
-        f"{calls['fagen']:.0f}",
-        f"{min(others):.0f}",
+        *repeating,
+        *(
+            f"{time:.0f}" if time is not None else "-"
+            for time in (calls.get("fagen"), min(others, default=None))
+        ),
         missing or "-",
     ]
 

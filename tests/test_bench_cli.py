@@ -21,7 +21,7 @@ from fagen.judge.peers.lineup import BACKENDS
 from fagen.outcome import Timing
 from fagen.problem import Problem
 from fagen.report import plot
-from fagen.serve.compare import KERNEL, Comparison
+from fagen.serve.compare import DETERMINISTIC, KERNEL, Comparison
 from fagen.target import preset
 
 H200 = preset("h200")
@@ -262,5 +262,5 @@ def test_a_plot_needs_a_gpu(capsys: pytest.CaptureFixture[str], tmp_path: Path):
 
 
 def test_every_contestant_has_a_colour_of_its_own():
-    assert set(plot.COLOURS) == {KERNEL, *BACKENDS}
+    assert set(plot.COLOURS) == {KERNEL, DETERMINISTIC, *BACKENDS}
     assert len(set(plot.COLOURS.values())) == len(plot.COLOURS)

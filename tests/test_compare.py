@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from fagen.judge.calls import CallTiming
 from fagen.judge.measure import LaunchSet, MeasurePolicy, Replay
-from fagen.judge.peers import lineup
+from fagen.judge.peers import Peer, lineup
 from fagen.outcome import Timing
-from fagen.problem import make_problem
+from fagen.problem import Problem, make_problem
 from fagen.report.bench import (
     Cell,
     bench_row,
@@ -27,7 +28,7 @@ from fagen.report.bench import (
     short,
 )
 from fagen.serve import library
-from fagen.serve.compare import KERNEL, Comparison, compare
+from fagen.serve.compare import DETERMINISTIC, KERNEL, Comparison, compare
 from fagen.target import preset
 from serve_fixtures import FakeMachine
 
@@ -100,6 +101,81 @@ def test_a_kernel_of_the_same_bucket_is_counted_by_the_problem_that_was_asked(
     assert raced[0].kernel.chosen is raced[1].kernel.chosen
     rates = [race_rows(one)[0]["tflops"] for one in raced]
     assert rates[0] < rates[1]
+
+
+@pytest.fixture
+def two_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MeasurePolicy, "input_sets", lambda *_: 2)
+
+
+@pytest.mark.usefixtures("two_sets")
+def test_backward_passes_are_raced_as_torch_calls_them(machine: FakeMachine):
+    problem = make_problem(32, 16, heads=4, kv_heads=2, dtype="fp32", direction="backward")
+    words = {"backends": ["math", "fa3"], "policy": POLICY, "rounds": 2, "clock": StepClock()}
+    raced = compare(problem, "cpu", None, **words)
+    assert [short(name) for name in raced.timings] == [KERNEL, "math"]
+    assert set(raced.calls) == set(raced.timings)
+    assert [short(name) for name in raced.missing] == ["fa3"]
+    assert raced.deterministic is None  # the one that is raced repeats
+    assert raced.kernel.config.family == "flash_bwd"
+    backward, forward = (
+        next(one for one in machine.loaded if one.program.problem.direction == direction)
+        for direction in ("backward", "forward")
+    )
+    # Once for each input set, and once for the calls; gradients again and again.
+    assert len(forward.launches) == 3 < len(backward.launches)
+    assert set(backward.wanted) == {("DQ", "DK", "DV")}
+
+
+@pytest.mark.usefixtures("two_sets")
+def test_where_gradients_do_not_repeat_a_kernel_whose_do_is_raced_too(
+    machine: FakeMachine, monkeypatch: pytest.MonkeyPatch
+):
+    asked: list[tuple[str, bool]] = []
+
+    def get(problem: Problem, *, deterministic: bool = False, **words: Any) -> Any:
+        asked.append((problem.direction, deterministic))
+        return library.get(problem, deterministic=deterministic, **words)
+
+    monkeypatch.setattr("fagen.serve.compare.repeats", lambda _: False)
+    monkeypatch.setattr("fagen.serve.compare.get", get)
+    problem = make_problem(32, 16, heads=2, dtype="fp32", direction="backward")
+    words = {"backends": ["math"], "policy": POLICY, "rounds": 3, "clock": StepClock()}
+    raced = compare(problem, "cpu", None, **words)
+    pairs = [
+        (direction, which) for direction in ("backward", "forward") for which in (False, True)
+    ]
+    assert asked == pairs
+    assert [short(name) for name in raced.timings] == [KERNEL, DETERMINISTIC, "math"]
+    assert raced.deterministic is not None and raced.deterministic.deterministic
+    assert short(str(best_peer(raced.timings))) == "math"
+    lines = race_lines(raced)
+    assert lines[1].startswith(f"{DETERMINISTIC} is <fagen.GradientKernel flash_bwd(")
+    row = bench_row(Cell(problem, (), raced), preset("h200"))
+    assert row["deterministic_config"]["family"] == "flash_bwd"
+    forward = compare(replace(problem, direction="forward"), "cpu", None, **words)
+    assert DETERMINISTIC not in forward.timings and forward.deterministic is None
+
+
+@pytest.mark.usefixtures("two_sets")
+def test_a_peer_whose_forward_pass_fails_before_its_calls_is_named(
+    machine: FakeMachine, monkeypatch: pytest.MonkeyPatch
+):
+    ready, made = Peer.ready, []
+
+    def some(self: Peer, *given: Any) -> Any:
+        made.append(self.backend)
+        if made.count("math") > 3:  # tried, and two sets
+            raise RuntimeError("CUDA out of memory")
+        return ready(self, *given)
+
+    monkeypatch.setattr(Peer, "ready", some)
+    problem = make_problem(32, 16, heads=2, dtype="fp32", direction="backward")
+    words = {"backends": ["math"], "policy": POLICY, "rounds": 1, "clock": StepClock()}
+    raced = compare(problem, "cpu", None, **words)
+    assert [short(name) for name in raced.timings] == [KERNEL, "math"]
+    assert [short(name) for name in raced.calls] == [KERNEL]
+    assert list(raced.missing.values()) == ["RuntimeError: CUDA out of memory"]
 
 
 # What is shown of it

@@ -74,6 +74,34 @@ def test_a_result_that_changes_changes_the_tables(
     assert "Geometric mean of 17:" in generator.measured()
 
 
+def test_results_of_the_backward_pass_have_tables_of_their_own(
+    generator: ModuleType, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generator, "RESULTS", tmp_path)
+    for path in (root / "benchmarks/results").glob("h200-forward*.json"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    text = (tmp_path / "h200-forward-full.json").read_text(encoding="utf-8")
+    alone, shown = generator.measured(), generator.readme()
+    assert "backward pass" not in alone
+    found = json.loads(text)
+    cells = found["cells"] = found["cells"][:3]
+    for cell, ratio in zip(cells, ([1.5, 1, 2], [2.0, 1, 3], None), strict=True):
+        problem = cell["problem"]
+        problem["direction"] = "backward"
+        problem["text"] = problem["text"].replace("forward", "backward")
+        cell["deterministic"] = {"times_best_peer": ratio}
+        cell["kernel_us"]["fagen-deterministic"] = cell["call_us"]["fagen-deterministic"] = 0.1
+    cells[0]["call_us"] = {}
+    (tmp_path / "h200-backward.json").write_text(json.dumps(found), encoding="utf-8")
+    page = generator.measured()
+    assert page.startswith(alone) and generator.readme() == shown
+    added = page[len(alone) :]
+    assert "## h200-backward.json" in added and ", of those that repeat 1.732." in added
+    assert "\n| bf16 B32 H32 N512 D64 full |" in added and "| faster | repeating |" in added
+    assert [f" | {text} | " in added for text in ("1.500 | - | -", "2.000", "-")] == [True] * 3
+    assert " 0 |" not in added  # no kernel of fagen's is taken for a peer's call
+
+
 def test_there_are_at_most_eight_variables_and_no_other_is_read(root: Path) -> None:
     assert len(settings.VARIABLES) <= 8
     named = {

@@ -16,7 +16,7 @@ from fagen.target import Target
 if TYPE_CHECKING:
     from fagen.serve.compare import Comparison
 
-KERNEL = "fagen"
+KERNEL, DETERMINISTIC = "fagen", "fagen-deterministic"
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ def ratio(theirs: Timing, ours: Timing) -> Ratio:
 
 
 def best_peer(timings: Mapping[str, Timing]) -> str | None:
-    """The fastest that is not the kernel, by its median."""
-    peers = [name for name in timings if name != KERNEL]
+    """The fastest that is none of fagen's, by its median."""
+    peers = [name for name in timings if name not in (KERNEL, DETERMINISTIC)]
     return min(peers, key=lambda name: timings[name].median_us, default=None)
 
 
@@ -129,12 +129,20 @@ def bench_row(found: Cell, target: Target) -> Row:
         "analysis": cost_rows(found.costs, target),
         "origin": None if raced is None else raced.kernel.origin,
         "config": None if raced is None else raced.kernel.config.to_dict(),
+        "deterministic_config": _deterministic_config(raced),
         "raced": [] if raced is None else race_rows(raced),
         "missing": [] if raced is None else missing_rows(raced.missing),
         "measure_policy": None if raced is None else raced.policy,
         "error": found.error or None,
     }
     return row | _best_row(raced)
+
+
+def _deterministic_config(raced: Comparison | None) -> Row | None:
+    """Of what was timed beside the kernel, which does not repeat bit for bit."""
+    if raced is None or raced.deterministic is None:
+        return None
+    return raced.deterministic.config.to_dict()
 
 
 def _best_row(raced: Comparison | None) -> Row:
@@ -194,7 +202,9 @@ def race_table(raced: Comparison) -> list[Row]:
 
 def race_lines(raced: Comparison) -> list[str]:
     """Who fagen's entry is, how it does, how it was timed, and who is missing."""
-    lines = [f"fagen is {raced.kernel!r}"]
+    lines = [f"{KERNEL} is {raced.kernel!r}"]
+    if raced.deterministic is not None:
+        lines.append(f"{DETERMINISTIC} is {raced.deterministic!r}")
     for what, timings in (
         ("Kernel", raced.timings),
         ("Host", host_times(raced)),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fagen.analysis import roofline_us
 from fagen.errors import BadSetting, MissingPackage
 from fagen.problem import Problem
-from fagen.report.bench import KERNEL, Cell, short
+from fagen.report.bench import DETERMINISTIC, KERNEL, Cell, short
 from fagen.report.plain import tflops
 from fagen.target import Target
 
@@ -23,6 +23,7 @@ ACROSS = 3  # panels in a row
 # Design" (2008): told apart by people who see few colours.
 COLOURS = {
     KERNEL: "#d55e00",
+    DETERMINISTIC: "#e39a66",
     "cudnn": "#0072b2",
     "flash": "#56b4e9",
     "fa3": "#009e73",
@@ -69,7 +70,8 @@ def draw(cells: Sequence[Cell], target: Target, path: Path) -> None:
         _panel(axes, kind, sorted(raced, key=lambda one: one.problem.shape.seq_q), target)
     for axes in places[len(panels) :]:
         axes.set_axis_off()
-    figure.suptitle(f"Forward attention on {target.name}: kernel time, medians")
+    what = " and ".join(sorted({found.problem.direction for found in cells})).capitalize()
+    figure.suptitle(f"{what} attention on {target.name}: kernel time, medians")
     figure.savefig(path)
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from fagen.generate.families import repeats
 from fagen.judge.calls import Caller, CallTiming, race_calls
-from fagen.judge.measure import LaunchSet, MeasurePolicy, race
+from fagen.judge.measure import LaunchSet, MeasurePolicy, one_line, race
 from fagen.outcome import Timing
 from fagen.problem import Problem
 from fagen.serve.gradient import GradientKernel
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 ROUNDS = 11
 KERNEL = "fagen"
+DETERMINISTIC = "fagen-deterministic"  # raced where the kernel's gradients differ in the last bits
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Comparison:
     """Times by name, the kernel's as KERNEL; missing: who could not run, with the reason.
 
     timings: kernel times, taken by `policy`; calls: call times. Sample i of all in one of them
-    was taken in round i.
+    was taken in round i. deterministic: the kernel timed as DETERMINISTIC.
     """
 
     problem: Problem
@@ -41,6 +43,7 @@ class Comparison:
     calls: dict[str, CallTiming]
     missing: dict[str, str]
     policy: str
+    deterministic: Kernel | GradientKernel | None = field(default=None, kw_only=True)
 
 
 def compare(
@@ -55,6 +58,7 @@ def compare(
 ) -> Comparison:
     """Kernel and peers in turns: kernel time on rotating inputs, then call time on one set.
 
+    Beside a kernel whose gradients may differ from run to run, the one of `deterministic=True`.
     backends: keys of peers, by default `peers.STANDARD`. Raises NoDevice.
     """
     import torch
@@ -67,23 +71,37 @@ def compare(
     kernel = get(problem, device=place.device, db=db)
     where = place.device
     assert where is not None
+    kernels: dict[str, Kernel | GradientKernel] = {KERNEL: kernel}
+    if problem.direction == "backward" and not repeats(kernel.config):
+        kernels[DETERMINISTIC] = get(problem, device=where, db=db, deterministic=True)
     failed: dict[str, str] = {}
     with torch.no_grad():
         count = policy.input_sets(problem, place.target.l2_bytes)
         sets = [draw_inputs(problem, where, seed) for seed in range(count)]
         chosen = STANDARD if backends is None else backends
         found, missing = peers(problem, where, chosen, sets[0])
-        launch, call = _kernel_calls(problem, kernel, sets, db)
-        launches = {KERNEL: launch}
+        ours = {name: _kernel_calls(problem, one, sets, db) for name, one in kernels.items()}
+        launches = {name: launch for name, (launch, _) in ours.items()}
         launches |= {name: peer_launch(peer, problem, sets) for name, peer in found.items()}
         timings = race(
             launches, policy, rounds, device=where, sets=count, clock=clock, failed=failed
         )
-        callers = {KERNEL: Caller(call)}
-        callers |= {name: _peer_caller(peer, problem, sets[0]) for name, peer in found.items()}
-        callers = {name: caller for name, caller in callers.items() if name in timings}
+        callers = {name: Caller(call) for name, (_, call) in ours.items() if name in timings}
+        for name in (name for name in found if name in timings):
+            try:
+                callers[name] = _peer_caller(found[name], problem, sets[0])
+            except RuntimeError as error:  # a forward pass that lacks memory by now
+                failed[name] = one_line(error)
         calls = race_calls(callers, rounds, device=where, failed=failed)
-    return Comparison(problem, kernel, timings, calls, {**missing, **failed}, policy.name)
+    return Comparison(
+        problem,
+        kernel,
+        timings,
+        calls,
+        {**missing, **failed},
+        policy.name,
+        deterministic=kernels.get(DETERMINISTIC),
+    )
 
 
 def _kernel_calls(
@@ -97,7 +115,12 @@ def _kernel_calls(
         return _on_sets(kernel, sets), partial(kernel, *sets[0])
     from fagen.judge.peers import Peer
 
-    forward = get(replace(problem, direction="forward"), device=kernel.device, db=db)
+    forward = get(
+        replace(problem, direction="forward"),
+        device=kernel.device,
+        db=db,
+        deterministic=kernel.deterministic,
+    )
 
     def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         return forward(q, k, v, scale=scale)  # type: ignore[return-value]

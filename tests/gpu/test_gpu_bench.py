@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -11,7 +9,7 @@ from fagen.judge.measure import race
 from fagen.judge.peers import draw_inputs, peer_launch, peers
 from fagen.problem import make_problem
 from fagen.report.bench import short
-from fagen.serve.compare import KERNEL, compare
+from fagen.serve.compare import DETERMINISTIC, KERNEL, compare
 from gpu_fixtures import QUICK
 
 TORCHS = ("auto", "cudnn", "flash", "efficient", "math", "eager")
@@ -62,8 +60,7 @@ def test_flash_attention_runs_on_views_or_says_how_to_install_it(key: str):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("key", [*TORCHS, "flex", "fa4"])
 def test_gradients_are_right_and_a_graph_of_them_is_too(key: str, causal: bool):
-    problem = make_problem(300, 64, heads=4, causal=causal)
-    problem = replace(problem, direction="backward")
+    problem = make_problem(300, 64, heads=4, causal=causal, direction="backward")
     found = peers(problem, "cuda", [key])
     if key == "fa4" and found.missing:
         [reason] = found.missing.values()
@@ -95,3 +92,14 @@ def test_a_call_takes_longer_than_its_host_part_and_than_its_kernel():
     for name, timing in raced.calls.items():
         assert 1.0 < timing.host.median_us < timing.call.median_us
         assert raced.timings[name].median_us < timing.call.median_us
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_backward_pass_is_raced_with_its_peers(causal: bool):
+    problem = make_problem(300, 64, heads=4, causal=causal, direction="backward")
+    raced = compare(problem, None, None, backends=["cudnn", "flash"], policy=QUICK, rounds=3)
+    assert raced.missing == {}
+    ours = [KERNEL] if raced.deterministic is None else [KERNEL, DETERMINISTIC]
+    assert [short(name) for name in raced.timings] == [*ours, "cudnn", "flash"]
+    for name, timing in raced.calls.items():
+        assert 1.0 < raced.timings[name].median_us < timing.call.median_us

@@ -1,8 +1,12 @@
 """Races what `fagen.get` serves against its peers over whole grids, and writes a result file.
 
-python benchmarks/forward.py --grid G --db winners.db --out benchmarks/results/h200-forward.json
+python benchmarks/grids.py --grid G --db winners.db --out benchmarks/results/h200-forward.json
+python benchmarks/grids.py --grid G --direction backward --db winners.db \\
+    --out benchmarks/results/h200-backward.json
 
 Kernel time and call time of every contestant, in interleaved rounds, as `fagen bench` takes them.
+Where gradients may differ from run to run, the kernel that repeats them is raced beside the one
+that is served.
 The file is written after every cell; --append goes on with the cells that it lacks. --list prints
 the cells as options of `fagen tune` and measures nothing.
 """
@@ -14,10 +18,10 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import geometric_mean
-from typing import Any
+from typing import Any, cast
 
 from publish import check, made, now, without_folders
 from steps import write
@@ -27,49 +31,61 @@ from fagen.judge import calls
 from fagen.judge.measure import MeasurePolicy
 from fagen.judge.peers import backends_named
 from fagen.outcome import Timing, Verdict
-from fagen.problem import Problem, make_problem
-from fagen.report.bench import KERNEL, best_peer, call_times, host_times, ratio
+from fagen.problem import Direction, Problem, make_problem
+from fagen.report.bench import DETERMINISTIC, KERNEL, best_peer, call_times, host_times, ratio
 from fagen.serve.compare import Comparison, compare
 from fagen.serve.inputs import options_of
 from fagen.target import Target, detect
 
 SCHEMA = 1  # of the file; a field that changes its meaning raises it
 TOKENS, HIDDEN = 16384, 2048  # of a cell of G: batch * length and heads * head size
-LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)  # a backward pass from the second on
 MASKS = (False, True)
 FILES = ("--db", "--out")
-PEERS = ("auto", "cudnn", "flash", "fa3")
+PEERS = {
+    "forward": ("auto", "cudnn", "flash", "fa3"),
+    "backward": ("auto", "cudnn", "flash", "efficient", "fa3"),
+}
 POLICY, ROUNDS = MeasurePolicy(), 11  # a cell of five contestants takes 3 s
 
 Plain = dict[str, Any]
 
 
-def grid_g() -> list[Problem]:
-    """36 cells of one amount of tokens and features."""
+def grid_g(direction: Direction) -> list[Problem]:
+    """36 cells of one amount of tokens and features; 30 of a backward pass."""
     return [
-        make_problem(n, d, batch=TOKENS // n, heads=HIDDEN // d, causal=causal)
+        make_problem(
+            n, d, batch=TOKENS // n, heads=HIDDEN // d, causal=causal, direction=direction
+        )
         for d in (64, 128, 256)
         for causal in MASKS
-        for n in LENGTHS
+        for n in (LENGTHS if direction == "forward" else LENGTHS[1:])
     ]
 
 
-def grid_g2() -> list[Problem]:
-    """15 cells of what G leaves out: grouped heads, other head sizes, fp16, other lengths."""
+def grid_g2(direction: Direction) -> list[Problem]:
+    """15 cells of what G leaves out: grouped heads, other head sizes, fp16, other lengths; 8 of a
+    backward pass."""
+    backward = direction == "backward"
     grouped = [
-        make_problem(n, 128, batch=2, heads=32, kv_heads=8, causal=True) for n in LENGTHS[1:]
+        make_problem(n, 128, batch=2, heads=32, kv_heads=8, causal=True, direction=direction)
+        for n in ((4096, 8192) if backward else LENGTHS[1:])
     ]
+    shapes: list[tuple[tuple[int, int], dict[str, Any]]] = [
+        ((4096, 96), {"batch": 4}),
+        ((4096, 192), {"batch": 4, "head_dim_v": 128}),
+        ((3000, 128), {"batch": 1}),
+    ]
+    if not backward:
+        shapes.insert(2, ((4096, 128), {"batch": 4, "dtype": "fp16"}))
     others = [
-        make_problem(*shape, causal=causal, **words)
-        for shape, words in (
-            ((4096, 96), {"batch": 4}),
-            ((4096, 192), {"batch": 4, "head_dim_v": 128}),
-            ((4096, 128), {"batch": 4, "dtype": "fp16"}),
-            ((3000, 128), {"batch": 1}),
-        )
+        make_problem(*shape, causal=causal, direction=direction, **words)
+        for shape, words in shapes
         for causal in MASKS
     ]
-    long = {"batch": 4, "seq_kv": 8192}
+    if backward:
+        return [*grouped, *others]
+    long: dict[str, Any] = {"batch": 4, "seq_kv": 8192}
     unequal = [
         make_problem(1024, 128, **long),
         make_problem(1024, 128, causal=True, causal_align="bottom_right", **long),
@@ -77,9 +93,11 @@ def grid_g2() -> list[Problem]:
     return [*grouped, *others, *unequal]
 
 
-def grid_call() -> list[Problem]:
+def grid_call(direction: Direction) -> list[Problem]:
     """So small that the host is the bound: read its host_us."""
-    return [make_problem(128, 128, heads=8, causal=causal) for causal in MASKS]
+    return [
+        make_problem(128, 128, heads=8, causal=causal, direction=direction) for causal in MASKS
+    ]
 
 
 GRIDS = {"G": grid_g, "G2": grid_g2, "call": grid_call}
@@ -87,7 +105,7 @@ GRIDS = {"G": grid_g, "G2": grid_g2, "call": grid_call}
 
 def head(options: argparse.Namespace, target: Target) -> Plain:
     """All but the cells."""
-    command = shlex.join(["python", "benchmarks/forward.py", *options.words])
+    command = shlex.join(["python", "benchmarks/grids.py", *options.words])
     clean = None if options.clean is None else options.clean == "yes"
     return {
         "schema": SCHEMA,
@@ -103,9 +121,7 @@ def head(options: argparse.Namespace, target: Target) -> Plain:
 def cell(raced: Comparison, seconds: float) -> Plain:
     """One shape. All objects have the same keys: fagen, and each peer by its name."""
     kernel, problem = raced.kernel, raced.problem
-    best, ours = best_peer(raced.timings), raced.timings.get(KERNEL)
-    times = None if best is None or ours is None else ratio(raced.timings[best], ours)
-    return {
+    row = {
         "problem": {"text": str(problem), **problem.to_dict(), "flops": problem.flops},
         "date": now(),
         "seconds": _short(seconds),
@@ -113,8 +129,8 @@ def cell(raced: Comparison, seconds: float) -> Plain:
         "config": kernel.config.to_dict(),
         "source": kernel.chosen.program.key,
         "kernel_us": _medians(raced.timings),
-        "best_peer": best,
-        "times_best_peer": None if times is None else [_short(one) for one in times],
+        "best_peer": best_peer(raced.timings),
+        "times_best_peer": times_best_peer(raced, KERNEL),
         "host_us": _medians(host_times(raced)),
         "call_us": _medians(call_times(raced)),
         "samples_us": _samples(raced.timings),
@@ -124,6 +140,32 @@ def cell(raced: Comparison, seconds: float) -> Plain:
         "missing": raced.missing,
         "errors": errors(kernel.verdict),
     }
+    if problem.direction == "backward":
+        row["deterministic"] = deterministic(raced)
+    return row
+
+
+def deterministic(raced: Comparison) -> Plain:
+    """The kernel that repeats bit for bit, under the name that it has in the times: the one that
+    is served, where that does."""
+    name = KERNEL if raced.deterministic is None else DETERMINISTIC
+    kernel = raced.deterministic or raced.kernel
+    return {
+        "name": name,
+        "origin": kernel.origin,
+        "config": kernel.config.to_dict(),
+        "source": kernel.chosen.program.key,
+        "times_best_peer": times_best_peer(raced, name),
+        "errors": errors(kernel.verdict),
+    }
+
+
+def times_best_peer(raced: Comparison, name: str) -> list[float] | None:
+    """The best peer's time over that of one of fagen's kernels."""
+    best, ours = best_peer(raced.timings), raced.timings.get(name)
+    if best is None or ours is None:
+        return None
+    return [_short(one) for one in ratio(raced.timings[best], ours)]
 
 
 def errors(verdict: Verdict | None) -> list[Plain]:
@@ -139,13 +181,20 @@ def errors(verdict: Verdict | None) -> list[Plain]:
     return ordered
 
 
-def summary(cells: Iterable[Plain]) -> Plain:
-    """Of the best peers' times over fagen's: above 1, fagen is faster."""
-    times = {
-        row["problem"]["text"]: row["times_best_peer"][0]
+def summary(cells: Sequence[Plain]) -> Plain:
+    """Of the best peers' times over fagen's: above 1, fagen is faster; and over those of the
+    kernels that repeat, where gradients are raced."""
+    found = _summary({row["problem"]["text"]: row["times_best_peer"] for row in cells})
+    repeating = {
+        row["problem"]["text"]: row["deterministic"]["times_best_peer"]
         for row in cells
-        if row["times_best_peer"] is not None
+        if "deterministic" in row
     }
+    return found | ({"deterministic": _summary(repeating)} if repeating else {})
+
+
+def _summary(raced: Mapping[str, list[float] | None]) -> Plain:
+    times = {text: ratios[0] for text, ratios in raced.items() if ratios is not None}
     if not times:
         return {}
     least = min(times, key=lambda text: times[text])
@@ -190,7 +239,8 @@ def measure(problems: Sequence[Problem], document: Plain, options: argparse.Name
 
 def main(words: Sequence[str]) -> int:
     options = _options(words)
-    problems = [problem for name in options.grid for problem in GRIDS[name]()]
+    direction = cast("Direction", options.direction)
+    problems = [problem for name in options.grid for problem in GRIDS[name](direction)]
     problems = [p for p in problems if all(word in str(p).split() for word in options.match)]
     if options.list:
         print("\n".join(options_of(problem) for problem in problems))
@@ -233,11 +283,12 @@ def _short(value: float) -> float:
 def _options(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Race fagen's kernels over a grid.")
     parser.add_argument("--grid", action="append", choices=GRIDS, required=True)
+    parser.add_argument("--direction", choices=PEERS, default="forward", help="[default: forward]")
     parser.add_argument("--match", action="append", default=[], help="a word of the shape: D128")
     parser.add_argument("--db", help="of the winners [default: the user's]")
     parser.add_argument("--out", type=Path, help="the result file")
     parser.add_argument("--append", action="store_true", help="keep the cells that it has")
-    parser.add_argument("--peers", default=",".join(PEERS), help="as in fagen bench")
+    parser.add_argument("--peers", help="as in fagen bench")
     parser.add_argument("--fa4", action="store_true", help="FlashAttention-4 too")
     parser.add_argument("--commit", help="where git can't tell it")
     parser.add_argument("--clean", choices=("yes", "no"), help="its tree, with --commit")
@@ -245,7 +296,8 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(words)
     if options.out is None and not options.list:
         parser.error("say --out FILE")
-    named = options.peers.split(",") + (["fa4"] if options.fa4 else [])
+    asked = options.peers.split(",") if options.peers else PEERS[options.direction]
+    named = [*asked, *(["fa4"] if options.fa4 else [])]
     try:
         options.peers = backends_named(named)
     except FagenError as error:
