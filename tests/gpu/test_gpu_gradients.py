@@ -151,7 +151,12 @@ def assert_near(found: Any, right: Any) -> None:
         assert (one.float() - other).norm() <= 0.01 * other.norm()
 
 
+# torch's own fp32 products, on autograd's thread
+NO_CONTEXT = "ignore:Attempting to run cuBLAS:UserWarning"
+
+
 # B02
+@pytest.mark.filterwarnings(NO_CONTEXT)
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_training_steps_get_the_gradients_of_torch(dim: int):
     qkv = leaves(700, dim)
@@ -165,6 +170,8 @@ def test_training_steps_get_the_gradients_of_torch(dim: int):
 
 
 # R02
+@pytest.mark.filterwarnings(NO_CONTEXT)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch in its own compiler
 def test_a_compiled_step_gets_them_too():
     qkv = leaves(512)
     kernel = fagen.get(*qkv, causal=True)
