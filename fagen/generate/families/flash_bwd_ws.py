@@ -136,8 +136,6 @@ def context(problem: Problem, knobs: Knobs) -> dict[str, Any]:
         "share": _share(problem, knobs),
         "shift": " + seq_kv - seq_q" if bottom_right else "",
         "unshift": " - seq_kv + seq_q" if bottom_right else "",
-        # Rows below the last key would see keys past the end.
-        "clamped": causal == "top_left" and knobs.dq == "reduce",
         "gl_dtype": {"bf16": "gl.bfloat16", "fp16": "gl.float16"}[problem.shape.dtype],
     }
 
