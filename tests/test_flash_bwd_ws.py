@@ -179,7 +179,8 @@ def test_kernels_of_their_own_repeat_bit_for_bit() -> None:
     inputs = inputs_of(problem, 0.2)
     assert flash_bwd_ws.deterministic(APART) and not flash_bwd_ws.deterministic(ADDED)
     first, *others = (launched(program_of(problem, APART), inputs, 0.2, seed) for seed in range(3))
-    assert all(map(torch.equal, first * 2, sum(others, [])))
+    for found in others:
+        assert all(map(torch.equal, first, found))
 
 
 # Seeds

@@ -1,4 +1,4 @@
-"""flash_bwd_ws: the backward pass for Hopper at head dims up to 128, warp-specialised, in Gluon."""
+"""flash_bwd_ws: the backward pass for Hopper at head dims up to 128, warp-specialised."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Knobs(bwd_q.Knobs):
     dq: str = knob(
         "reduce",
         ("reduce", "kernel"),
-        "where dQ is summed: by the kernel for dK and dV, in memory, in no order, or in one of its "
-        "own, with the same bits in every run",
+        "where dQ is summed: in memory, by the kernel for dK and dV and in no order, or by a kernel "
+        "of its own, with the same bits in every run",
     )
 
 
