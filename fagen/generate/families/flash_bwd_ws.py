@@ -36,8 +36,8 @@ class Knobs(bwd_q.Knobs):
     dq: str = knob(
         "reduce",
         ("reduce", "kernel"),
-        "where dQ is summed: in memory, by the kernel for dK and dV and in no order, or by a kernel "
-        "of its own, with the same bits in every run",
+        "where dQ is summed: in memory, by the kernel for dK and dV and in no order, or in a "
+        "kernel of its own, with the same bits in every run",
     )
 
 
