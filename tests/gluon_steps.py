@@ -29,7 +29,7 @@ from torch import Tensor
 
 from fagen.generate.descriptors import block_shape
 from fagen.generate.families import family_of
-from fagen.generate.program import Program, Sizes
+from fagen.generate.program import Program, Sizes, Workspace
 from fagen.run.arguments import TENSORS, described, sizes_of
 from fagen.run.cuda import dense_strides
 
@@ -342,6 +342,16 @@ def _assembly(text: str, letters: str, args: list[Any], *rest: Any) -> Any:
     """What the inline assembly of the templates computes."""
     if text.startswith("shfl.sync"):
         return args[0]
+    if "ld.acquire" in text:
+        turn, mine = args
+        held = int(turn.memory[turn.offset])
+        if held != mine:  # blocks run one after the other: nobody will come any more
+            raise Deadlock(f"it is the turn of block {held}, not {mine}")
+        return held
+    if "red.release" in text:
+        (turn,) = args
+        turn.memory[turn.offset] += 1
+        return 0
     if "atom.relaxed" in text:
         (counter,) = args
         old = int(counter.memory[counter.offset])
@@ -487,7 +497,7 @@ class Stepper:
         family = family_of(self.program.config)
         memory = {name: x.float().numpy() for name, x in tensors.items()}
         spaces = family.workspaces(knobs, sizes)
-        memory |= {space.name: np.full(space.shape, np.nan, np.float32) for space in spaces}
+        memory |= {space.name: _poisoned(space) for space in spaces}
         values: dict[str, Any] = {
             "counter": Pointer(self.counter),
             **{name: Pointer(x.reshape(-1)) for name, x in memory.items()},
@@ -508,6 +518,12 @@ class Stepper:
                 self.function(entry.function, Block(block, grid[0], self.dice))(*args)
         for name in ("O", "LSE") if direction == "forward" else ("DQ", "DK", "DV"):
             tensors[name].copy_(torch.from_numpy(memory[name]))
+
+
+def _poisoned(space: Workspace) -> np.ndarray:
+    if space.dtype == "i32":
+        return np.full(space.shape, -1, np.int64)
+    return np.full(space.shape, np.nan, np.float32)
 
 
 def _launch_nothing(direction: str, tensors: dict[str, Tensor]) -> None:

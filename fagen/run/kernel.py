@@ -232,6 +232,7 @@ def _no_gradient(tensors: tuple[Tensor, ...], _scale_log2: float, _stream: int) 
 def _scratch(space: Workspace, device: torch.device, *, poisoned: bool) -> Tensor:
     import torch
 
-    types = {"fp32": torch.float32}
-    memory = torch.empty(space.shape, dtype=types[space.dtype], device=device)
-    return memory.fill_(float("nan")) if poisoned else memory
+    types = {"fp32": (torch.float32, float("nan")), "i32": (torch.int32, -1)}
+    dtype, poison = types[space.dtype]
+    memory = torch.empty(space.shape, dtype=dtype, device=device)
+    return memory.fill_(poison) if poisoned else memory

@@ -20,6 +20,7 @@ from fagen.generate.program import Arg, Entry, Sizes, Workspace
 from fagen.problem import Problem
 
 ROWS = 128  # of a block; LSE2 and DELTA hold a multiple of them for each head
+TURNS = 2  # of a block, as many as it has tiles of 64 rows
 DELTA_WARPS = 8
 CONVERTED, CONVERT_WARPS = 4096, 4  # elements of a block
 
@@ -37,13 +38,14 @@ def words(problem: Problem) -> dict[str, Any]:
         # Lanes side by side, of 16 bytes each.
         "lanes": min(32, padded(dim) // 4),
         "lanes_v": min(32, padded(dim_v) // 8),
+        "turns": TURNS,
         "converted": CONVERTED,
         "convert_warps": CONVERT_WARPS,
     }
 
 
-def entry(problem: Problem, name: str, *, clears: bool = False) -> Entry:
-    """clears: dQ is added up in ACC."""
+def entry(problem: Problem, name: str, *, clears: bool = False, ordered: bool = False) -> Entry:
+    """clears: dQ is added up in ACC. ordered: by each block in its turn."""
     (g,) = pointer_args(problem, "G")
     sizes = {arg.name: arg for arg in size_args()}
     terms = [Arg(x, "*fp32", ALIGN_BYTES) for x in ("LSE", "LSE2", "DELTA")]
@@ -52,6 +54,7 @@ def entry(problem: Problem, name: str, *, clears: bool = False) -> Entry:
         g,
         *terms,
         *([Arg("ACC", "*fp32", ALIGN_BYTES)] if clears else []),
+        *([Arg("TURN", "*i32", ALIGN_BYTES)] if ordered else []),
         sizes["heads_q"],
         sizes["seq_q"],
         *stride_args(problem, "g"),
@@ -78,12 +81,15 @@ def convert_grid(sizes: Sizes) -> tuple[int, int, int]:
     return cdiv(elements, CONVERTED), 1, 1
 
 
-def workspaces(sizes: Sizes, *, clears: bool = False) -> tuple[Workspace, ...]:
-    """LSE2 and DELTA, and with `clears` ACC, which has the shape of Q."""
+def workspaces(
+    sizes: Sizes, *, clears: bool = False, ordered: bool = False
+) -> tuple[Workspace, ...]:
+    """LSE2 and DELTA, with `clears` ACC, which has the shape of Q, and with `ordered` TURN."""
     rows = cdiv(sizes.seq_q, ROWS) * ROWS * sizes.batch * sizes.heads_q
     acc = (sizes.batch, sizes.heads_q, sizes.seq_q, sizes.head_dim)
     return (
         Workspace("LSE2", "fp32", (rows,)),
         Workspace("DELTA", "fp32", (rows,)),
         *([Workspace("ACC", "fp32", acc)] if clears else []),
+        *([Workspace("TURN", "i32", (rows // ROWS * TURNS,))] if ordered else []),
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 from fagen.generate.families import bwd_q, bwd_side
 from fagen.generate.families.base import Constraint, Pass, knob
-from fagen.generate.families.tiling import cdiv, descriptor, padded, size_args
+from fagen.generate.families.tiling import ALIGN_BYTES, cdiv, descriptor, padded, size_args
 from fagen.generate.program import Arg, Entry, Sizes, Workspace
 from fagen.problem import ITEM_BYTES, Problem
 from fagen.target import Target
@@ -35,9 +35,9 @@ class Knobs(bwd_q.Knobs):
     )
     dq: str = knob(
         "reduce",
-        ("reduce", "kernel"),
-        "where dQ is summed: in memory, by the kernel for dK and dV and in no order, or in a "
-        "kernel of its own, with the same bits in every run",
+        ("reduce", "ordered", "kernel"),
+        "where dQ is summed: in memory by the kernel for dK and dV, in no order or by each block "
+        "in its turn, or in a kernel of its own; but for the first with the same bits in every run",
     )
 
 
@@ -109,20 +109,16 @@ def seeds(problem: Problem, target: Target) -> list[Knobs]:
         apart = replace(fused, dq="kernel")
         narrow = replace(apart, q_block_n=64, q_slots=3)
         both = [narrow, apart] if problem.features.causal != "none" else [apart, narrow]
-        return [fused, replace(fused, early_scores=False), *both, replace(both[0], q_early=True)]
-    fused = Knobs(kv_block_m=128, early_scores=False)
-    apart = Knobs(kv_block_m=128, dq="kernel", q_early=True)
-    return [
-        fused,
-        replace(fused, early_scores=True),
-        apart,
-        replace(apart, q_early=False),
-        replace(apart, q_block_n=64, q_slots=3),
-    ]
+    else:
+        fused = Knobs(kv_block_m=128)
+        apart = replace(fused, dq="kernel", q_early=True)
+        both = [apart, replace(apart, q_block_n=64, q_slots=3)]
+    late = replace(fused, early_scores=False)
+    return [fused, replace(fused, dq="ordered"), late, *both, replace(late, dq="ordered")]
 
 
 def repeats(knobs: Knobs) -> bool:
-    return knobs.dq == "kernel"
+    return knobs.dq != "reduce"
 
 
 def context(problem: Problem, knobs: Knobs) -> dict[str, Any]:
@@ -142,7 +138,7 @@ def context(problem: Problem, knobs: Knobs) -> dict[str, Any]:
 
 def entries(problem: Problem, knobs: Knobs, name: str) -> tuple[Entry, ...]:
     dim, dim_v, block_m = problem.shape.head_dim, problem.shape.head_dim_v, knobs.kv_block_m
-    reduces = knobs.dq == "reduce"
+    reduces, ordered = adds(knobs), knobs.dq == "ordered"
     gives = ("DK", "DV", *(["DQ"] if reduces else []))
     share = f"tensordesc<fp32[1,1,{bwd_q.ROWS},{_share(problem, knobs)}]>"
     args = (
@@ -155,11 +151,12 @@ def entries(problem: Problem, knobs: Knobs, name: str) -> tuple[Entry, ...]:
         Arg("lse2_desc", f"tensordesc<fp32[{block_m}]>"),
         Arg("delta_desc", f"tensordesc<fp32[{block_m}]>"),
         *([Arg("acc_desc", share)] if reduces else []),
+        *([Arg("TURN", "*i32", ALIGN_BYTES)] if ordered else []),
         Arg("scale_log2", "fp32"),
         *size_args(),
     )
     return (
-        bwd_side.entry(problem, name, clears=reduces),
+        bwd_side.entry(problem, name, clears=reduces, ordered=ordered),
         Entry(f"{name}_kv", args, 4, 1, bwd_q.LAUNCH_REGISTERS, "gluon", gives),
         bwd_side.convert_entry(problem, name) if reduces else bwd_q.entry(problem, knobs, name),
     )
@@ -171,7 +168,7 @@ def grid(
     return (
         bwd_side.grid(sizes),
         (cdiv(sizes.seq_kv, GROUPS * KEYS) * sizes.batch * sizes.heads_kv, 1, 1),
-        bwd_side.convert_grid(sizes) if knobs.dq == "reduce" else bwd_q.grid(sizes),
+        bwd_side.convert_grid(sizes) if adds(knobs) else bwd_q.grid(sizes),
     )[entry]
 
 
@@ -180,11 +177,11 @@ def scalars(problem: Problem, knobs: Knobs, sizes: Sizes, sm_count: int) -> dict
 
 
 def workspaces(knobs: Knobs, sizes: Sizes) -> tuple[Workspace, ...]:
-    return bwd_side.workspaces(sizes, clears=knobs.dq == "reduce")
+    return bwd_side.workspaces(sizes, clears=adds(knobs), ordered=knobs.dq == "ordered")
 
 
 def adds(knobs: Knobs) -> bool:
-    return knobs.dq == "reduce"
+    return knobs.dq != "kernel"
 
 
 def passes(problem: Problem, knobs: Knobs) -> tuple[Pass, ...]:
@@ -203,7 +200,7 @@ def tile(knobs: Knobs) -> tuple[int, int]:
 
 
 def shared_bytes(problem: Problem, knobs: Knobs) -> int:
-    if knobs.dq == "reduce":
+    if adds(knobs):
         return _kv_shared_bytes(problem, knobs)
     return max(_kv_shared_bytes(problem, knobs), bwd_q.shared_bytes(problem, knobs))
 
@@ -215,7 +212,7 @@ def _kv_shared_bytes(problem: Problem, knobs: Knobs) -> int:
     columns = padded(problem.shape.head_dim) + padded(problem.shape.head_dim_v)
     rows = knobs.kv_slots * knobs.kv_block_m
     tiles = item * columns * (GROUPS * KEYS + rows) + 2 * 4 * rows
-    if knobs.dq == "reduce":
+    if adds(knobs):
         tiles += item * 2 * GROUPS * KEYS * knobs.kv_block_m
         tiles += 4 * GROUPS * bwd_q.ROWS * _share(problem, knobs)
     return tiles + bwd_q.BARRIER_BYTES
