@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fagen.config import Config
-from fagen.generate.families import FAMILIES, flash_bwd_roles
+from fagen.generate.families import FAMILIES, bwd_q, flash_bwd_roles
 from fagen.generate.families.base import every_choice, why_invalid
 from fagen.generate.families.flash_bwd_roles import Knobs
 from fagen.generate.program import Program, Sizes
@@ -45,7 +45,7 @@ def _offered() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(FAMILIES, flash_bwd_roles.NAME, flash_bwd_roles)  # type: ignore[arg-type]
+        patch.setitem(FAMILIES, flash_bwd_roles.NAME, flash_bwd_roles)
         yield
     torch.set_num_threads(threads)
 
@@ -55,7 +55,7 @@ def backward(seq: int, dim: int, causal: str = "none", **words: Any) -> Problem:
 
 
 def why_not(problem: Problem, knobs: Knobs) -> str | None:
-    return why_invalid(flash_bwd_roles, problem, H200, knobs)  # type: ignore[arg-type]
+    return why_invalid(flash_bwd_roles, problem, H200, knobs)
 
 
 def program_of(problem: Problem, knobs: Knobs, triton_minor: tuple[int, int] = (3, 6)) -> Program:
@@ -91,7 +91,7 @@ def test_shared_memory_is_not_underestimated() -> None:
     """Compiled for sm_90 with Triton 3.6 and 3.7: 214592 bytes for dK and dV, 196984 for dQ."""
     problem = backward(8192, 256)
     assert flash_bwd_roles.shared_bytes(problem, TWO) >= 214592
-    assert flash_bwd_roles.bwd_q.shared_bytes(problem, TWO) >= 196984
+    assert bwd_q.shared_bytes(problem, TWO) >= 196984
 
 
 # Gradients
