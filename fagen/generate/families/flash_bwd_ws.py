@@ -37,7 +37,7 @@ class Knobs(bwd_q.Knobs):
         "reduce",
         ("reduce", "ordered", "kernel"),
         "where dQ is summed: in memory by the kernel for dK and dV, in no order or by each block "
-        "in its turn, or in a kernel of its own; but for the first with the same bits in every run",
+        "in its turn, or in a kernel of its own; all but the first give the same bits every time",
     )
 
 
