@@ -241,7 +241,7 @@ FAULTS = {
     "the diagonal hidden": (r"keys\[:, None\] <= last_seen", "keys[:, None] < last_seen"),
     "the diagonal seen one step too far": (r"if lead < KEYS - 1", "if lead < KEYS - 65"),
     "the second head without a mask": (r", first_lead\)", ", KEYS)"),
-    "no scale on dK": (r"\(dk \* \(.*?\)\)", "(dk)"),
+    "no scale on dK": (r"dk = dk \* \(.*\)", "dk = dk"),
     "no scale on dQ": (r" \* \(scale_log2 \* 0.693\d+\)\n", "\n"),
     "dQ in the other group's columns": (r"row, i \* SHARE\]", "row, (1 - i) * SHARE]"),
     "dS of one group": (
