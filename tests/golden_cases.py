@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from fagen.config import Config
-from fagen.generate.families import flash, flash_bwd, flash_ws, kv_outer, slim
+from fagen.generate.families import (
+    flash,
+    flash_bwd,
+    flash_bwd_roles,
+    flash_bwd_ws,
+    flash_ws,
+    kv_outer,
+    slim,
+)
 from fagen.generate.program import Program
 from fagen.generate.render import render
 from fagen.problem import Problem, make_problem
@@ -32,6 +40,14 @@ def _slim(**knobs: object) -> Config:
 
 def _flash_bwd(**knobs: object) -> Config:
     return Config("flash_bwd", flash_bwd.Knobs(**knobs))  # type: ignore[arg-type]
+
+
+def _flash_bwd_ws(**knobs: object) -> Config:
+    return Config("flash_bwd_ws", flash_bwd_ws.Knobs(**knobs))  # type: ignore[arg-type]
+
+
+def _flash_bwd_roles(**knobs: object) -> Config:
+    return Config("flash_bwd_roles", flash_bwd_roles.Knobs(**knobs))  # type: ignore[arg-type]
 
 
 _FULL = make_problem(8192, 128)
@@ -73,7 +89,33 @@ _GRADIENTS_ODD = make_problem(
     direction="backward",
 )
 
+_GRADIENTS_CAUSAL = make_problem(4096, 64, causal=True, direction="backward")
+_GRADIENTS_CORNER = make_problem(
+    300,
+    96,
+    seq_kv=400,
+    head_dim_v=64,
+    heads=4,
+    kv_heads=2,
+    dtype="fp16",
+    causal=True,
+    causal_align="bottom_right",
+    direction="backward",
+)
+_GRADIENTS_WIDE = make_problem(
+    1024, 192, head_dim_v=128, causal=True, causal_align="bottom_right", direction="backward"
+)
+
 CASES: list[tuple[Problem, Config]] = [
+    (_GRADIENTS, _flash_bwd_ws()),
+    (_GRADIENTS, _flash_bwd_ws(dq="kernel")),
+    (_GRADIENTS, _flash_bwd_ws(dq="ordered", early_scores=False)),
+    (_GRADIENTS_CAUSAL, _flash_bwd_ws(kv_block_m=128, early_scores=False)),
+    (_GRADIENTS_CAUSAL, _flash_bwd_ws(kv_block_m=128, dq="ordered")),
+    (_GRADIENTS_CORNER, _flash_bwd_ws(dq="kernel", q_early=True, early_scores=False)),
+    (_GRADIENTS_CORNER, _flash_bwd_ws()),
+    (make_problem(1024, 256, direction="backward"), _flash_bwd_roles(q_block_n=32)),
+    (_GRADIENTS_WIDE, _flash_bwd_roles(q_block_n=64, q_early=True, kv_slots=3)),
     (_GRADIENTS, _flash_bwd()),
     (_GRADIENTS_ODD, _flash_bwd(kv_block_m=32, kv_block_n=32, q_block_m=32, q_block_n=32)),
     (_FULL, _flash(block_n=128, num_stages=2, loads="tma")),
@@ -144,5 +186,9 @@ CASES: list[tuple[Problem, Config]] = [
 # Gluon's words for loads and stores by TMA changed after 3.7.
 NEWEST = (3, 9)
 OTHER_IN_NEWEST: list[tuple[Problem, Config]] = [
-    case for case in CASES if case[1] == _flash_ws() or case[0] == _CORNER_96
+    case
+    for case in CASES
+    if case[1] == _flash_ws()
+    or case[0] in (_CORNER_96, _GRADIENTS_WIDE)
+    or case == (_GRADIENTS, _flash_bwd_ws())
 ]

@@ -6,7 +6,15 @@ import re
 from dataclasses import dataclass, replace
 
 from fagen.config import Config
-from fagen.generate.families import flash, flash_bwd, flash_ws, kv_outer, slim
+from fagen.generate.families import (
+    flash,
+    flash_bwd,
+    flash_bwd_roles,
+    flash_bwd_ws,
+    flash_ws,
+    kv_outer,
+    slim,
+)
 from fagen.generate.program import Program
 from fagen.generate.render import render
 from fagen.problem import Problem, make_problem
@@ -70,6 +78,32 @@ GROUPED = (_GROUPED, _flash(order="heads_first"))
 GRADIENTS = (
     _GRADIENTS,
     Config("flash_bwd", flash_bwd.Knobs(32, 32, 4, 1, 32, 32, 4, 1)),
+)
+_HOPPER = make_problem(
+    300,
+    128,
+    seq_kv=400,
+    heads=4,
+    kv_heads=2,
+    dtype="fp16",
+    causal=True,
+    causal_align="bottom_right",
+    direction="backward",
+)
+_WIDE = make_problem(300, 256, heads=2, direction="backward")
+_WIDE_GROUPED = make_problem(
+    300,
+    256,
+    heads=4,
+    kv_heads=2,
+    causal=True,
+    causal_align="bottom_right",
+    direction="backward",
+)
+ADDED = (_HOPPER, Config("flash_bwd_ws", flash_bwd_ws.Knobs(kv_block_m=64)))
+ROLES_FULL, ROLES_GROUPED = (
+    (problem, Config("flash_bwd_roles", flash_bwd_roles.Knobs(32, 2, False, 2, 1)))
+    for problem in (_WIDE, _WIDE_GROUPED)
 )
 KEPT = (_FULL, _flash(rescale_tau=8.0, rescale_skip="branch"))
 ROTATED = (_CAUSAL, _flash(loop="rotate_p"))
@@ -269,6 +303,174 @@ _WARP_SPECIALISED = [
 ]
 
 MUTATIONS: dict[str, list[Mutation]] = {
+    "flash_bwd_ws": [
+        Mutation("ACC is not cleared", ADDED, r"gl.store\(ACC.*", "pass", gpu_only=True),
+        Mutation(
+            "DELTA of another head",
+            ADDED,
+            r"at = head.to\(gl.int64\) \* tiles \* ROWS",
+            "at = head * seq_q",
+            gpu_only=True,
+        ),
+        Mutation(
+            "LSE in natural units", ADDED, r"lse \* 1\.4426950408889634", "lse", gpu_only=True
+        ),
+        Mutation("DELTA forgotten", ADDED, r"dp - terms\[None, :\]", "dp", gpu_only=True),
+        Mutation(
+            "one query head of each group", ADDED, r"steps = group \*", "steps =", gpu_only=True
+        ),
+        Mutation(
+            "rows above the diagonal left out",
+            ADDED,
+            r"(first = .*BLOCK_M \* BLOCK_M)",
+            r"\1\n    first = gl.minimum(first + BLOCK_M, (seq_q - 1) // BLOCK_M * BLOCK_M)",
+            gpu_only=True,
+        ),
+        Mutation(
+            "the diagonal hidden",
+            ADDED,
+            r"keys\[:, None\] <= last_seen",
+            "keys[:, None] < last_seen",
+            gpu_only=True,
+        ),
+        Mutation(
+            "the diagonal seen one step too far",
+            ADDED,
+            r"if lead < KEYS - 1",
+            "if lead < KEYS - 65",
+            gpu_only=True,
+        ),
+        Mutation(
+            "the second head without a mask", ADDED, r", first_lead\)", ", KEYS)", gpu_only=True
+        ),
+        Mutation("no scale on dK", ADDED, r"dk = dk \* \(.*\)", "dk = dk", gpu_only=True),
+        Mutation(
+            "no scale on dQ", ADDED, r" \* \(scale_log2 \* 0.693\d+\)\n", "\n", gpu_only=True
+        ),
+        Mutation(
+            "dQ in the other group's columns",
+            ADDED,
+            r"row, i \* SHARE\]",
+            "row, (1 - i) * SHARE]",
+            gpu_only=True,
+        ),
+        Mutation(
+            "dS of one group",
+            ADDED,
+            r"a = ds.tiles.index\(GROUPS \* slot \+ i\)",
+            "a = ds.tiles.index(GROUPS * slot)",
+            gpu_only=True,
+        ),
+        Mutation(
+            "the last step's dQ left out",
+            ADDED,
+            r"part = start_dq\(k, ds, last % 2, GROUP\)",
+            "part = gl.zeros([ROWS, SHARE], gl.float32, ACC_Q)",
+            gpu_only=True,
+        ),
+    ],
+    "flash_bwd_roles": [
+        Mutation(
+            "delta forgotten for dK", ROLES_GROUPED, r"dp - terms\[None, :\]", "dp", gpu_only=True
+        ),
+        Mutation(
+            "delta forgotten for dQ", ROLES_GROUPED, r"dp - delta\[:, None\]", "dp", gpu_only=True
+        ),
+        Mutation(
+            "one query head of each group",
+            ROLES_GROUPED,
+            r"steps = group \* gl",
+            "steps = gl",
+            gpu_only=True,
+        ),
+        Mutation(
+            "the first query head of each group",
+            ROLES_GROUPED,
+            r"head \+ 1, head\)",
+            "head, head)",
+            gpu_only=True,
+        ),
+        Mutation(
+            "another key head for dQ",
+            ROLES_GROUPED,
+            r"head // group,\n",
+            "head % group,\n",
+            gpu_only=True,
+        ),
+        Mutation(
+            "the diagonal hidden from dK",
+            ROLES_GROUPED,
+            r"keys\[:, None\] <=",
+            "keys[:, None] <",
+            gpu_only=True,
+        ),
+        Mutation(
+            "the diagonal's neighbour seen by dQ",
+            ROLES_GROUPED,
+            r"<= last_seen\[:, None\]",
+            "<= last_seen[:, None] + 1",
+            gpu_only=True,
+        ),
+        Mutation(
+            "the wrong corner",
+            ROLES_GROUPED,
+            r"rows\[None, :\] \+ seq_kv - seq_q",
+            "rows[None, :]",
+            gpu_only=True,
+        ),
+        Mutation(
+            "the wrong corner for dQ",
+            ROLES_GROUPED,
+            r"gl.minimum\(rows \+ seq_kv - seq_q",
+            "gl.minimum(rows",
+            gpu_only=True,
+        ),
+        Mutation(
+            "rows at the diagonal left out",
+            ROLES_GROUPED,
+            r"// ROWS \* ROWS",
+            "// ROWS * ROWS + ROWS",
+            gpu_only=True,
+        ),
+        Mutation(
+            "masked tiles taken for whole",
+            ROLES_GROUPED,
+            r"< last_key:",
+            "< last_key - ROWS:",
+            gpu_only=True,
+        ),
+        Mutation(
+            "masked blocks taken for whole",
+            ROLES_GROUPED,
+            r"seq_kv\) // DQ_BLOCK_N\n",
+            "seq_kv) // DQ_BLOCK_N + 1\n",
+            gpu_only=True,
+        ),
+        Mutation("keys past the end", ROLES_FULL, r"if masked:", "if False:", gpu_only=True),
+        Mutation("no scale on dK", ROLES_FULL, r"\(dk \* \(.*?\)\)", "(dk)", gpu_only=True),
+        Mutation("no scale on dQ", ROLES_FULL, r"\(dq \* \(.*?\)\)", "(dq)", gpu_only=True),
+        Mutation(
+            "rows of another head",
+            ROLES_FULL,
+            r"\* heads_q \+ head\) \* padded",
+            "* heads_q) * padded",
+            gpu_only=True,
+        ),
+        Mutation(
+            "heads that are not padded",
+            ROLES_FULL,
+            r"head.to\(gl.int64\) \* tiles.*",
+            "head * seq_q",
+            gpu_only=True,
+        ),
+        Mutation(
+            "the last rows not stored",
+            ROLES_FULL,
+            r"if row < seq_q:\n        tma",
+            "if row < 0:\n        tma",
+            gpu_only=True,
+        ),
+    ],
     "flash_bwd": [
         Mutation("delta forgotten for dK", GRADIENTS, r"dp - delta\[None, :\]", "dp"),
         Mutation("delta forgotten for dQ", GRADIENTS, r"dp - delta\[:, None\]", "dp"),
