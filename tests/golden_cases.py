@@ -107,17 +107,6 @@ _GRADIENTS_WIDE = make_problem(
 )
 
 CASES: list[tuple[Problem, Config]] = [
-    (_GRADIENTS, _flash_bwd_ws()),
-    (_GRADIENTS, _flash_bwd_ws(dq="kernel")),
-    (_GRADIENTS, _flash_bwd_ws(dq="ordered", early_scores=False)),
-    (_GRADIENTS_CAUSAL, _flash_bwd_ws(kv_block_m=128, early_scores=False)),
-    (_GRADIENTS_CAUSAL, _flash_bwd_ws(kv_block_m=128, dq="ordered")),
-    (_GRADIENTS_CORNER, _flash_bwd_ws(dq="kernel", q_early=True, early_scores=False)),
-    (_GRADIENTS_CORNER, _flash_bwd_ws()),
-    (make_problem(1024, 256, direction="backward"), _flash_bwd_roles(q_block_n=32)),
-    (_GRADIENTS_WIDE, _flash_bwd_roles(q_block_n=64, q_early=True, kv_slots=3)),
-    (_GRADIENTS, _flash_bwd()),
-    (_GRADIENTS_ODD, _flash_bwd(kv_block_m=32, kv_block_n=32, q_block_m=32, q_block_n=32)),
     (_FULL, _flash(block_n=128, num_stages=2, loads="tma")),
     (_CAUSAL, _flash(loads="tma", loop="rotate_p", mask="longest_first", order="heads_first")),
     (_CAUSAL, _flash(loop="rotate_s", mask="every_tile", order="head_groups")),
@@ -181,6 +170,17 @@ CASES: list[tuple[Problem, Config]] = [
         _flash_ws(block_m=64, block_n=64, pack_heads=True, boundary="finish", output="stores"),
     ),
     (_WIDE_PADDED, _flash_ws(boundary="finish", output="stores", rescale="under_scores")),
+    (_GRADIENTS, _flash_bwd_ws()),
+    (_GRADIENTS, _flash_bwd_ws(dq="kernel")),
+    (_GRADIENTS, _flash_bwd_ws(dq="ordered", early_scores=False)),
+    (_GRADIENTS_CAUSAL, _flash_bwd_ws(kv_block_m=128, early_scores=False)),
+    (_GRADIENTS_CAUSAL, _flash_bwd_ws(kv_block_m=128, dq="ordered")),
+    (_GRADIENTS_CORNER, _flash_bwd_ws(dq="kernel", q_early=True, early_scores=False)),
+    (_GRADIENTS_CORNER, _flash_bwd_ws()),
+    (make_problem(1024, 256, direction="backward"), _flash_bwd_roles(q_block_n=32)),
+    (_GRADIENTS_WIDE, _flash_bwd_roles(q_block_n=64, q_early=True, kv_slots=3)),
+    (_GRADIENTS, _flash_bwd()),
+    (_GRADIENTS_ODD, _flash_bwd(kv_block_m=32, kv_block_n=32, q_block_m=32, q_block_n=32)),
 ]
 
 # Gluon's words for loads and stores by TMA changed after 3.7.
