@@ -33,6 +33,8 @@ FACTOR, SLACK = 3.0, 1e-4  # of the baseline's error, and beside it
 ADDED = Knobs(kv_block_m=64)
 TALL = Knobs(kv_block_m=128, early_scores=False)
 APART = Knobs(kv_block_m=64, dq="kernel")
+ORDERED = Knobs(kv_block_m=64, dq="ordered")
+ORDERED_TALL = Knobs(kv_block_m=128, dq="ordered")
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +108,14 @@ CAUSAL = ["none", "top_left", "bottom_right"]
 @pytest.mark.parametrize(("seq", "seq_kv"), [(256, 256), (200, 330), (330, 150), (1, 65)])
 @pytest.mark.parametrize(
     ("dim", "knobs"),
-    [(128, ADDED), (96, replace(ADDED, early_scores=False)), (64, TALL), (64, APART)],
+    [
+        (128, ADDED),
+        (96, replace(ADDED, early_scores=False)),
+        (64, TALL),
+        (64, APART),
+        (128, ORDERED),
+        (64, ORDERED_TALL),
+    ],
 )
 def test_gradients_are_exact(seq: int, seq_kv: int, causal: str, dim: int, knobs: Knobs) -> None:
     problem = backward(seq, dim, causal, seq_kv=seq_kv, heads=2, kv_heads=1)
@@ -175,13 +184,31 @@ def test_both_dialects_do_the_same() -> None:
         assert all(map(torch.equal, old, new))
 
 
-def test_kernels_of_their_own_repeat_bit_for_bit() -> None:
+@pytest.mark.parametrize("knobs", [APART, ORDERED])
+def test_kernels_of_their_own_and_turns_repeat_bit_for_bit(knobs: Knobs) -> None:
     problem = backward(200, 128, seq_kv=330, heads=2)
     inputs = inputs_of(problem, 0.2)
-    assert flash_bwd_ws.repeats(APART) and not flash_bwd_ws.deterministic(ADDED)
-    first, *others = (launched(program_of(problem, APART), inputs, 0.2, seed) for seed in range(3))
+    assert flash_bwd_ws.repeats(knobs) and not flash_bwd_ws.repeats(ADDED)
+    first, *others = (launched(program_of(problem, knobs), inputs, 0.2, seed) for seed in range(3))
     for found in others:
         assert all(map(torch.equal, first, found))
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        (r"wait_turn\(turn, seen - 1 - ", "wait_turn(turn, seen - "),
+        (r"pass_turn\(turn\)\n        row", "row"),
+        (r"gl.store\(TURN.*", "pass"),
+        (r"tiles - 1 - gl.program_id\(0\) \+ head \* tiles", "gl.program_id(0) - head * tiles"),
+    ],
+)
+def test_a_block_out_of_turn_waits_for_good(fault: tuple[str, str]) -> None:
+    problem = backward(300, 128, "bottom_right", seq_kv=400, heads=2)
+    program = program_of(problem, ORDERED)
+    assert why_wrong(program) is None
+    with pytest.raises(Deadlock, match="turn of block"):
+        why_wrong(edited(program, "out of turn", *fault))
 
 
 # Seeds
@@ -252,7 +279,7 @@ ORDER = {
     "dO read before it landed": (r"\n +mbarrier.wait\(g.full.*", ""),
     "dS of the other group read too early": (r"\n +mbarrier.wait\(ds.full.*", ""),
     "dS overwritten": (r"\n +mbarrier.wait\(ds.empty.*", ""),
-    "dQ sent before it was there": (r"\n +mbarrier.wait\(dq.full.*", ""),
+    "dQ sent before it was there": (r"mbarrier.wait\(dq.full.*", "pass"),
     "dQ overwritten": (r"\n +mbarrier.wait\(dq.empty.*", ""),
     "dQ overwritten while it is sent": (r"tma.store_wait\(0\)\n +(mbarrier.arrive\(dq)", r"\1"),
     "dK where K is still read": (r"\n +mbarrier.wait\(k.empty.*", ""),
