@@ -117,7 +117,7 @@ def attend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
     """attend(q, k, v, scale=..., causal=...) -> (output, LSE), by `fagen.get` of one form."""
     form: str = request.param
     monkeypatch.setattr(
-        "fagen.serve.candidates.defaults",
+        "fagen.serve.candidates.seeds_of",
         lambda problem, target: configs_of(form, problem, target),
     )
 
