@@ -13,6 +13,12 @@ TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
 INTERPRET = TESTS / "interpret"
 
+# Test processes side by side have one core each. With a thread for every core in each of them,
+# OpenMP's threads spin while they wait for ones that don't run: on two cores, plain attention of
+# tests/test_repro.py took 64 s and more instead of 2 s. Read when torch is imported.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(

@@ -41,4 +41,5 @@ def program_from_dict(plain: dict[str, Any], source: str) -> Program:
 
 
 def _entry(plain: dict[str, Any]) -> Entry:
-    return Entry(**{**plain, "args": tuple(Arg(**arg) for arg in plain["args"])})
+    args = tuple(Arg(**arg) for arg in plain["args"])
+    return Entry(**{**plain, "args": args, "gives": tuple(plain["gives"])})
