@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from fagen.generate.families import bwd_order
 from fagen.generate.families.base import Constraint, Pass, knob
 from fagen.generate.families.tiling import ALIGN_BYTES, cdiv, descriptor, padded, size_args
 from fagen.generate.program import Arg, Entry, Sizes
@@ -92,6 +93,7 @@ def entry(problem: Problem, knobs: Knobs, name: str) -> Entry:
         Arg("DELTA", "*fp32", ALIGN_BYTES),
         Arg("scale_log2", "fp32"),
         *size_args(),
+        bwd_order.ARG,
     )
     return Entry(f"{name}_q", args, 4, 1, LAUNCH_REGISTERS, "gluon", ("DQ",))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fagen.generate.families import bwd_q, bwd_side
+from fagen.generate.families import bwd_order, bwd_q, bwd_side
 from fagen.generate.families.base import Constraint, Pass, knob
 from fagen.generate.families.tiling import cdiv, descriptor, padded, size_args
 from fagen.generate.program import Arg, Entry, Sizes, Workspace
@@ -91,6 +91,7 @@ def entries(problem: Problem, knobs: Knobs, name: str) -> tuple[Entry, ...]:
         Arg("delta_desc", f"tensordesc<fp32[{ROWS}]>"),
         Arg("scale_log2", "fp32"),
         *size_args(),
+        bwd_order.ARG,
     )
     return (
         bwd_side.entry(problem, name),
@@ -110,7 +111,7 @@ def grid(
 
 
 def scalars(problem: Problem, knobs: Knobs, sizes: Sizes, sm_count: int) -> dict[str, int]:
-    return {}
+    return bwd_order.scalars(problem, sizes, ROWS)
 
 
 def workspaces(knobs: Knobs, sizes: Sizes) -> tuple[Workspace, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fagen.generate.families import bwd_q, bwd_side
+from fagen.generate.families import bwd_order, bwd_q, bwd_side
 from fagen.generate.families.base import Constraint, Pass, knob
 from fagen.generate.families.tiling import ALIGN_BYTES, cdiv, descriptor, padded, size_args
 from fagen.generate.program import Arg, Entry, Sizes, Workspace
@@ -154,6 +154,7 @@ def entries(problem: Problem, knobs: Knobs, name: str) -> tuple[Entry, ...]:
         *([Arg("TURN", "*i32", ALIGN_BYTES)] if ordered else []),
         Arg("scale_log2", "fp32"),
         *size_args(),
+        bwd_order.ARG,
     )
     return (
         bwd_side.entry(problem, name, clears=reduces, ordered=ordered),
@@ -173,7 +174,7 @@ def grid(
 
 
 def scalars(problem: Problem, knobs: Knobs, sizes: Sizes, sm_count: int) -> dict[str, int]:
-    return {}
+    return bwd_order.scalars(problem, sizes, knobs.kv_block_m, turns=knobs.dq == "ordered")
 
 
 def workspaces(knobs: Knobs, sizes: Sizes) -> tuple[Workspace, ...]:
