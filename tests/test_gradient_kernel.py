@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fagen
 from fagen.errors import BadInput, NoKernel
-from fagen.generate.families import flash_bwd
+from fagen.generate.families import flash_bwd, flash_bwd_roles, flash_bwd_ws, repeats
 from fagen.serve import library, operator
 from fagen.serve.gradient import GradientKernel
 from serve_fixtures import FakeMachine, attention, faked
@@ -234,35 +234,57 @@ def test_what_no_forward_call_left_is_refused(changed: dict[str, Tensor], said: 
 # N10
 
 
-def may_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the default summed by atomic additions."""
-    monkeypatch.setattr(flash_bwd, "repeats", lambda knobs: knobs.kv_block_m != 64)
-
-
 def test_torchs_switch_keeps_to_kernels_that_repeat(
-    monkeypatch: pytest.MonkeyPatch, machine: FakeMachine, deterministic: None
+    machine: FakeMachine, deterministic: None
 ) -> None:
-    may_differ(monkeypatch)
     q, k, v = halves()
     kernel = fagen.get(q, k, v)
     kernel(q, k, v).sum().backward()
     used = machine.loaded[-1]
-    assert used.launches and used.program.config.knobs.kv_block_m != 64
+    assert used.launches and repeats(used.program.config)
     torch.use_deterministic_algorithms(False)
     kernel(q, k, v).sum().backward()
-    assert kernel.gradient.config.knobs.kv_block_m == 64
+    assert not repeats(kernel.gradient.config)
     assert [len(r.launches) for r in machine.loaded[-2:]] == [1, 1]
 
 
 def test_a_kernel_can_be_asked_to_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    may_differ(monkeypatch)
     q, k, v = halves()
-    assert fagen.get(q, k, v).gradient.config.knobs.kv_block_m == 64
-    assert fagen.get(q, k, v, deterministic=True).gradient.config.knobs.kv_block_m != 64
-    monkeypatch.setattr(flash_bwd, "repeats", lambda knobs: False)
+    assert not repeats(fagen.get(q, k, v).gradient.config)
+    assert repeats(fagen.get(q, k, v, deterministic=True).gradient.config)
+    for family in (flash_bwd, flash_bwd_ws, flash_bwd_roles):
+        monkeypatch.setattr(family, "repeats", lambda knobs: False)
     library.forget()
     with pytest.raises(NoKernel, match="backward"):
         _ = fagen.get(q, k, v, deterministic=True).gradient
+
+
+class Stopped(torch.autograd.Function):
+    """Passes no gradient on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> None:
+        return None
+
+
+@pytest.mark.parametrize("as_operator", [False, True])
+def test_no_gradient_of_o_means_none_of_the_inputs(
+    as_operator: bool, machine: FakeMachine
+) -> None:
+    q, k, v = halves()
+    kernel = fagen.get(q, k, v)
+    if as_operator:
+        o, _ = torch.ops.fagen.attention(q, k, v, kernel._operator, None)
+    else:
+        o = kernel(q, k, v)
+    launched = len(machine.loaded)
+    Stopped.apply(o).sum().backward()
+    assert (q.grad, k.grad, v.grad) == (None, None, None)
+    assert len(machine.loaded) == launched
 
 
 def test_calls_with_and_without_gradients_each_have_a_quick_way() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from fagen.run.arguments import (
     sizes_of,
 )
 from fagen.run.counters import Counters
-from fagen.run.cuda import current_stream
+from fagen.run.cuda import allocate, current_stream
 from fagen.run.launch import Launchable, Step, ThroughTriton, launchable
 from fagen.target import Target
 
@@ -147,8 +147,7 @@ class Prepared:
     ) -> None:
         self.paths = runner.paths
         self._steps = steps
-        self._spaces = spaces
-        self._device = runner.device
+        self._scratch = tuple(_scratch(space, runner.device) for space in spaces)
         self._stream = runner._stream
         self._counters = runner._counters
 
@@ -156,9 +155,9 @@ class Prepared:
         """`Runner.launch`, or with `poisoned` `Runner.launch_poisoned`."""
         tensors: tuple[Tensor, ...] = given[:-1]
         scale: float = given[-1]
-        if self._spaces:
-            scratch = (_scratch(s, self._device, poisoned=poisoned) for s in self._spaces)
-            tensors = (*tensors, *scratch)
+        for new, poison in self._scratch:
+            memory = new()
+            tensors = (*tensors, memory.fill_(poison) if poisoned else memory)
         stream = self._stream()
         if self._counters is not None:
             tensors = (*tensors, self._counters.take(stream))
@@ -229,10 +228,10 @@ def _no_gradient(tensors: tuple[Tensor, ...], _scale_log2: float, _stream: int) 
         gradient.zero_()
 
 
-def _scratch(space: Workspace, device: torch.device, *, poisoned: bool) -> Tensor:
+def _scratch(space: Workspace, device: torch.device) -> tuple[Callable[[], Tensor], float]:
+    """New memory for it, and what poisons that."""
     import torch
 
-    types = {"fp32": (torch.float32, float("nan")), "i32": (torch.int32, -1)}
+    types = {"fp32": (torch.float32, math.nan), "i32": (torch.int32, -1)}
     dtype, poison = types[space.dtype]
-    memory = torch.empty(space.shape, dtype=dtype, device=device)
-    return memory.fill_(poison) if poisoned else memory
+    return allocate(space.shape, dtype, device), poison

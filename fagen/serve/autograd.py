@@ -34,11 +34,14 @@ class _Attend(torch.autograd.Function):
         o, lse = kernel.run(q, k, v, scale, True)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)  # zeros for LSE at each backward call, by a kernel
         ctx.call = kernel, scale
         return o, lse
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, g: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        if g is None:  # nothing depends on O
+            return (None,) * 5
         kernel, scale = ctx.call
         compute = partial(kernel.gradient, scale=scale, wanted=ctx.needs_input_grad[:3])
         if not is_on():  # which it is where a second derivative is asked for

@@ -100,9 +100,12 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     o, lse = output
     ctx.save_for_backward(q, k, v, o, lse)
     ctx.mark_non_differentiable(lse)
+    ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, g: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, g: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    if g is None:
+        return (None,) * 5
     found = torch.ops.fagen.attention_backward(*ctx.saved_tensors, g, ctx.kernel, ctx.scale)
     return *found, None, None
 
