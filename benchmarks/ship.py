@@ -2,7 +2,8 @@
 
 python benchmarks/ship.py --db winners.db --out tuning_db/records/h200.jsonl
 
-One line a problem: what won its newest race, and passed today's gate. A file holds one device and
+One line a problem: what won its newest race, and passed today's gate; and a second one, where that
+does not repeat bit for bit, of the fastest raced one that does. A file holds one device and
 toolchain. What --out holds already stays, unless a database has a faster winner of that problem,
 so the same databases give the same bytes, however often. What can't be shipped is named.
 """
@@ -12,11 +13,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from fagen.errors import DatabaseError, FagenError
-from fagen.generate.families import config_from_dict
+from fagen.generate.families import config_from_dict, repeats
 from fagen.generate.render import render
 from fagen.generate.space import why_invalid
 from fagen.outcome import GATE
@@ -25,33 +27,53 @@ from fagen.records.convert import shipped_record
 from tuning_db import Store, StoreError, TrialView
 from tuning_db.exchange import Winner, line_of, read_lines, winner_of
 
+EACH = 100  # raced sources of a problem, more than any race has
+UNRACED = "its best was never raced; tune it again"
+
 
 def found(store: Store) -> tuple[list[Winner], list[str]]:
     """The winner of each problem, device and toolchain, and why others have none."""
     problems = {run.problem_key: run.problem for run in store.runs()}
     winners, refused = [], []
     for key in sorted(problems):
-        views = store.best(keys={"problem_key": key}, exactness=GATE)
+        views = store.best(keys={"problem_key": key}, each=EACH, exactness=GATE)
         if not views:
             refused.append(f"{_named(problems[key])}: nothing was timed")
-        for view in views:
-            why = why_no_winner(view) or why_unfit(winner_of(view))
-            if why is None:
-                winners.append(winner_of(view))
-            else:
-                refused.append(f"{_named(view.run.problem)}: {why}")
+        for _, group in groupby(views, lambda v: (v.run.device_key, v.run.toolchain_key)):
+            best, *others = group
+            why = why_no_winner(best) or why_unfit(winner_of(best))
+            if why is not None:
+                refused.append(f"{_named(best.run.problem)}: {why}")
+                continue
+            fit = (v for v in others if why_unraced(v) is None and not why_unfit(winner_of(v)))
+            winners += needed([winner_of(best), *map(winner_of, fit)])
     return winners, refused
+
+
+def needed(ranked: Iterable[Winner]) -> list[Winner]:
+    """The first, and the first that repeats bit for bit."""
+    first, *others = ranked
+    if _repeats(first):
+        return [first]
+    return [first, *[w for w in others if _repeats(w)][:1]]
+
+
+def _repeats(winner: Winner) -> bool:
+    return repeats(config_from_dict(winner.config))
 
 
 def why_no_winner(view: TrialView) -> str | None:
     """Why the best trial of a problem is nothing to ship, or None."""
+    return why_unraced(view) or (None if view.chosen else UNRACED)
+
+
+def why_unraced(view: TrialView) -> str | None:
+    """Why nobody knows whether it is right, and how fast beside others; or None."""
     if not view.trial.checks:
         return "no verdict"
     if view.run.exactness_policy != GATE:
         return f"judged by gate {view.run.exactness_policy!r}, not by {GATE!r}; tune it again"
-    if view.final_us is None or not view.chosen:
-        return "its best was never raced; tune it again"
-    return None
+    return UNRACED if view.final_us is None else None
 
 
 def why_unfit(winner: Winner) -> str | None:
@@ -78,21 +100,26 @@ def why_unfit(winner: Winner) -> str | None:
 
 
 def merged(winners: Iterable[Winner]) -> tuple[list[Winner], list[str]]:
-    """One for each problem, in an order of their own, and what was decided.
+    """Those needed of each problem, in an order of their own, and what was decided.
 
     Today's gate comes before an older one, then the faster; of equals the first.
     """
-    kept: dict[str, Winner] = {}
-    decided = []
+    held: dict[str, list[Winner]] = {}
     for winner in winners:
-        held = kept.setdefault(winner.problem_key, winner)
-        if held == winner:
-            continue
-        better, worse = (winner, held) if _rank(winner) < _rank(held) else (held, winner)
-        kept[winner.problem_key] = better
-        times = f"{better.median_us:.6g} us is kept, not {worse.median_us:.6g} us"
-        decided.append(f"{_named(winner.problem)}: {times}")
-    return sorted(kept.values(), key=_order), decided
+        of_problem = held.setdefault(winner.problem_key, [])
+        if winner not in of_problem:
+            of_problem.append(winner)
+    kept, decided = [], []
+    for ranked in (sorted(of_problem, key=_rank) for of_problem in held.values()):
+        those = needed(ranked)
+        kept += those
+        times = " and ".join(f"{winner.median_us:.6g}" for winner in those)
+        decided += [
+            f"{_named(left.problem)}: {times} us is kept, not {left.median_us:.6g} us"
+            for left in ranked
+            if left not in those
+        ]
+    return sorted(kept, key=_order), decided
 
 
 def text_of(winners: Iterable[Winner]) -> str:
@@ -124,7 +151,7 @@ def _order(winner: Winner) -> tuple[Any, ...]:
     s, f = problem.shape, problem.features
     kind = problem.direction, s.dtype, s.head_dim, s.head_dim_v, f.causal, f.scale, problem.layout
     sizes = s.heads_q // s.heads_kv, s.seq_q, s.seq_kv, s.batch, s.heads_q
-    return *kind, *sizes, winner.problem_key
+    return *kind, *sizes, winner.problem_key, winner.median_us  # the fastest is served
 
 
 def _named(plain: dict[str, Any]) -> str:

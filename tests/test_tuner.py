@@ -30,11 +30,11 @@ from fagen.errors import (
     TerminatedRun,
     WorkerDied,
 )
-from fagen.generate.families import config_from_dict
+from fagen.generate.families import config_from_dict, repeats
 from fagen.generate.program import Program
 from fagen.generate.space import SearchSpace
 from fagen.outcome import GATE, Built, KernelFacts, Outcome, Status, Timing
-from fagen.problem import Problem
+from fagen.problem import Problem, make_problem
 from fagen.records import Records
 from fagen.report.tuning import tune_lines
 from fagen.target import Toolchain, preset
@@ -462,6 +462,21 @@ def test_finalists_are_distinct_sources_with_default_and_incumbent() -> None:
     picked = finalists(outcomes, configs[7], configs[5], 2)
     assert [o.program_key for o in picked] == ["source 0", "source 1", "source 2", "source 3"]
     assert picked[2].config == configs[5] and picked[3].config == configs[7]
+
+
+def test_beside_finalists_that_may_differ_the_fastest_that_repeat_are_raced() -> None:
+    problem = replace(make_problem(1024, 64, heads=2), direction="backward")
+    configs = SearchSpace.of(problem, preset("h200")).configs
+    differing = [c for c in configs if not repeats(c)][:2]
+    repeating = [c for c in configs if repeats(c)][:4]
+    outcomes = [
+        Outcome(c, Status.OK, program_key=c.key, timing=Timing((10.0 + i,), "fake"))
+        for i, c in enumerate([*differing, *repeating])
+    ]
+    picked = [o.config for o in finalists(outcomes, differing[0], None, 2)]
+    assert picked == [*differing, *repeating[:2]]
+    picked = [o.config for o in finalists(outcomes[2:], differing[0], None, 3)]
+    assert picked == repeating[:3]
 
 
 @pytest.mark.parametrize(("trials", "most"), [(0, 4), (12, 4), (20, 6), (36, 12), (256, 12)])

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+EACH_REPEATABLE = 100  # rows of a bucket: the fastest few may all be of kernels that don't repeat
+
 _memo: dict[Any, Kernel | GradientKernel] = {}
 _warned: set[str] = set()
 _seen_runs = 0
@@ -131,17 +133,18 @@ def why(
     target: str | Target | None = None,
     on_miss: OnMiss = "nearest",
     db: str | None = None,
+    deterministic: bool = False,
     **words: Any,
 ) -> Explanation:
-    """What `get` would return for the same arguments, field by field. Runs and stores nothing."""
+    """What `get` would return for the same arguments, field by field. Runs and stores nothing.
+
+    deterministic: for a backward problem, as for `get(..., deterministic=True).gradient`.
+    """
     problem, place = _asked(first, words, device, target, db, on_miss)
     with _open(place.db) as records:
-        rows = _rows(problem, records)
-        found = candidates(problem, place.target, place.toolchain, rows, on_miss)
-        for candidate in found:
-            program = fitting(place, problem, candidate)
-            if program is not None:
-                return explain(place, problem, rows, candidate, program, records)
+        rows = _rows(problem, records, deterministic)
+        for candidate, program in _walk(place, on_miss, problem, None, rows, deterministic):
+            return explain(place, problem, rows, candidate, program, records)
         return explain(place, problem, rows, None, None, records)
 
 
@@ -181,9 +184,8 @@ def choose(
     """
     failures: list[str] = []
     with _lock, _open(place.db) as records:
-        for candidate, program in _walk(place, on_miss, problem, prefer, records):
-            if repeatable and not repeats(candidate.config):
-                continue
+        rows = _rows(problem, records, repeatable)
+        for candidate, program in _walk(place, on_miss, problem, prefer, rows, repeatable):
             try:
                 return make_ready(place, candidate, program, records)
             except Exception as error:
@@ -218,22 +220,26 @@ def _walk(
     on_miss: OnMiss,
     problem: Problem,
     prefer: Config | None,
-    records: Records | None,
+    rows: list[Record],
+    repeatable: bool,
 ) -> Iterator[tuple[Candidate, Program]]:
-    """Candidates that fit, each source once."""
-    rows = _rows(problem, records)
+    """Candidates that fit, each source once; with `repeatable`, those that give the same bits."""
     tried: set[str] = set()
     first = [] if prefer is None else [Candidate("default", prefer)]
     for candidate in (*first, *candidates(problem, place.target, place.toolchain, rows, on_miss)):
+        if repeatable and not repeats(candidate.config):
+            continue
         program = fitting(place, problem, candidate)
         if program is not None and program.key not in tried:
             tried.add(program.key)
             yield candidate, program
 
 
-def _rows(problem: Problem, records: Records | None) -> list[Record]:
+def _rows(problem: Problem, records: Records | None, repeatable: bool) -> list[Record]:
     if records is not None:
         try:
+            if repeatable:
+                return records.candidates(problem.class_key, each=EACH_REPEATABLE)
             return records.candidates(problem.class_key)
         except FagenError as error:  # damaged further down than the first page, or locked
             _warn_without(error)

@@ -8,11 +8,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fagen.config import Config
+from fagen.generate.families import repeats
 from fagen.judge.measure import LOST, NOISE
 from fagen.judge.ratios import least_slowdown, slowdown
 from fagen.outcome import Outcome, Status, Timing
 from fagen.problem import Problem
 from fagen.target import Target
+
+REPEATING = 2  # finalists that repeat bit for bit, beside a winner that may not
 
 State = Literal["finished", "exhausted", "time_up", "interrupted"]
 
@@ -124,14 +127,18 @@ def doubted(outcomes: Sequence[Outcome]) -> list[Outcome]:
 def finalists(
     outcomes: Sequence[Outcome], default: Config, incumbent: Config | None, keep: int
 ) -> list[Outcome]:
-    """The best `keep` by single-pass time, one of each source, and the default and the earlier
-    winner where they are right."""
+    """The best `keep` by single-pass time, one of each source, then the fastest that give the same
+    bits in every run, which some callers ask for, and the default and the earlier winner; only
+    what is right."""
     right = [o for o in outcomes if o.status == Status.OK and o.median_us is not None]
     right.sort(key=lambda o: (o.median_us or 0.0, o.config.key))
     distinct: dict[str, Outcome] = {}
     for outcome in right:
         distinct.setdefault(outcome.program_key, outcome)
     best = list(distinct.values())[:keep]
+    if not all(repeats(o.config) for o in best):
+        repeating = [o for o in distinct.values() if repeats(o.config)]
+        best += [o for o in repeating[:REPEATING] if o not in best]
     keys = {o.program_key for o in best}
     always = [o for o in right if o.config in (default, incumbent) and o.program_key not in keys]
     return best + list({o.program_key: o for o in always}.values())
