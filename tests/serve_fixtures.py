@@ -12,7 +12,7 @@ from fagen.generate.program import Program
 from fagen.judge.reference import truth_gradients
 from fagen.outcome import Check, Verdict
 from fagen.problem import Problem
-from fagen.serve import library
+from fagen.serve import inputs, library
 from fagen.target import Target
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class FakeRunner:
 
     def launch(self, *given: Any) -> None:
         q, k, v, o, lse, *backward, scale = given
+        self._check_promises(given[:-1])
         self.launches.append(tuple(q.shape))
         features = self.program.problem.features
         if backward:
@@ -59,7 +60,17 @@ class FakeRunner:
         o.copy_(right)
         lse.copy_(right_lse)
 
-    def prepare(self, *inputs: Tensor, wanted: Any = ()) -> Any:
+    def _check_promises(self, tensors: tuple[Tensor, ...]) -> None:
+        """What kernels rely on; a GPU meets a broken promise with a fault, or a wrong result."""
+        q, k, v, _, _, *backward = tensors
+        if self.program.problem.layout == "aligned16":
+            assert inputs.layout_of(q, k, v) == "aligned16"
+            assert all(inputs.layout_of(g, g, g) == "aligned16" for g in backward[:1])
+        outputs = (*tensors[3:5], *backward[1:])
+        assert all(x.data_ptr() % 16 == 0 and x.is_contiguous() for x in outputs)
+        assert not any(x.is_neg() for x in tensors)
+
+    def prepare(self, *_: Tensor, wanted: Any = ()) -> Any:
         self.wanted.append(tuple(wanted))
         return self.launch
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import fagen
 from fagen.config import Config
 from fagen.generate.families import bwd_order, flash_bwd_roles, flash_bwd_ws
 from fagen.generate.program import Sizes
@@ -55,6 +57,33 @@ def test_longer_blocks_need_fewer_heads_abreast(dim: int) -> None:
     assert heads_abreast(4096, dim, causal=True, turns=True, group=8) < heads_abreast(
         4096, dim, causal=True, turns=True
     )
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@given(
+    batch=st.integers(1, 1 << 12),
+    group=st.integers(1, 64),
+    seq_q=st.integers(1, 1 << 28),
+    seq_kv=st.integers(1, 1 << 28),
+    dim=st.sampled_from([16, 64, 128, 256]),
+    turns=st.booleans(),
+)
+def test_what_a_block_divides_by_is_at_most_the_blocks_there_are(
+    batch: int, group: int, seq_q: int, seq_kv: int, dim: int, turns: bool
+) -> None:
+    words: dict[str, Any] = {"batch": batch, "heads": 2 * group, "kv_heads": 2, "causal": True}
+    problem = make_problem(seq_q, dim, seq_kv=seq_kv, direction="backward", **words)
+    sizes = Sizes.of(problem)
+    abreast = bwd_order.scalars(problem, sizes, 64, turns=turns)["abreast"]
+    assert 1 <= abreast <= sizes.batch * sizes.heads_kv
+
+
+def test_rows_at_32_bit_places_are_limited() -> None:
+    for batch, family in ((1 << 19, "flash_bwd_ws"), (1 << 20, "flash_bwd")):
+        problem = make_problem(1, 64, batch=batch, heads=16, seq_kv=1, direction="backward")
+        assert fagen.get(problem, target="h200").config.family == family
+    sizes = Sizes(batch=3, heads_q=4, heads_kv=2, seq_q=129, seq_kv=1, head_dim=1, head_dim_v=1)
+    assert sizes.rows_in_tiles == 3 * 4 * 256
 
 
 def test_heads_follow_each_other_where_all_blocks_are_as_long() -> None:

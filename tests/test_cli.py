@@ -122,6 +122,8 @@ def test_version_is_one_line(capsys: pytest.CaptureFixture[str]):
         (["show"], "Name either a trial or a shape"),
         (["show", "3", *SHAPE], "Name either a trial or a shape"),
         (["show", "--seq", "64"], "needs both --seq and --head-dim"),
+        (["show", "1", "--dtype", "fp32"], "--dtype says nothing without --seq"),
+        (["db", "trials", "--direction", "backward"], "--direction says nothing without --seq"),
         (["show", "x"], "'x' is not a valid integer"),
         (["show", *SHAPE, "--target", "h200", "--config", "{"], "The config is no JSON"),
         (["show", *SHAPE, "--target", "h200", "--config", "{}"], "amily 'None' is unknown"),

@@ -295,6 +295,39 @@ def test_a_run_without_a_winner_prints_nothing_on_stdout(
     assert out == "" and "3 crashed" in err
 
 
+@pytest.mark.parametrize("failing", ["forward", "backward"])
+@pytest.mark.parametrize("as_json", [True, False])
+def test_a_direction_without_a_winner_leaves_the_other_one(
+    failing: str,
+    as_json: bool,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    tuned = []
+
+    def tune(problem: Problem, *, on_event: OnEvent, **_words: object):
+        tuned.append(problem.direction)
+        if problem.direction == failing:
+            raise NoValidConfig("None of 3 candidates is right: 3 crashed.")
+        events, result = story(problem, timed=True)
+        for event in events:
+            on_event(event)
+        return result
+
+    monkeypatch.setattr("fagen.tune.tuner.tune", tune)
+    words = ["tune", *OFFLINE, "--direction", "both", "-q", *["--json"] * as_json]
+    assert main(words) == 1
+    out, err = capsys.readouterr()
+    assert tuned == ["forward", "backward"]
+    assert err.startswith(f"fagen: {failing} bf16") and "3 crashed" in err
+    [other] = {"forward", "backward"} - {failing}
+    if as_json:
+        [row] = strict(out)
+        assert row["problem"].startswith(other)
+    else:
+        assert out.startswith(f"{other} bf16")
+
+
 def test_a_prediction_is_not_called_tuned(capsys: pytest.CaptureFixture[str]):
     write_trials([{}, {"status": Status.PREDICTED}])
     rows = {row["status"]: row["origin"] for row in shown(["db", "trials"], capsys)}

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import fagen
 from fagen.errors import BadInput, NoKernel
@@ -172,6 +181,67 @@ def test_a_compiled_function_holds_the_operator(return_lse: bool) -> None:
     assert_like(found, torch.autograd.grad(attend(q, k, v), (q, k, v), g))
 
 
+def test_what_watches_operators_sees_the_operator() -> None:
+    q, k, v = (x.detach() for x in leaves())
+    kernel = fagen.get(q, k, v)
+    graph = make_fx(lambda *qkv: kernel(*qkv) * 2)(q, k, v)
+    names = [str(node.target) for node in graph.graph.nodes]
+    assert "fagen.attention.default" in names
+    twice = [x * 2 for x in (q, k, v)]
+    assert_like([graph(*twice)], [kernel(*twice) * 2])
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_selective_checkpointing_can_keep_what_attention_gave(
+    saves: bool, machine: FakeMachine
+) -> None:
+    q, k, v = leaves()
+    kernel = fagen.get(q, k, v)
+
+    def policy(_: Any, op: Any, *args: Any, **words: Any) -> CheckpointPolicy:
+        keeps = saves and op == torch.ops.fagen.attention.default
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    out = checkpoint(lambda x: kernel(x, k, v), q, use_reentrant=False, context_fn=contexts)
+    g = torch.randn_like(out)
+    out.backward(g)
+    assert_like((q.grad, k.grad, v.grad), of_torch((q, k, v), g, "none", 0.25))
+    assert len(machine.loaded[0].launches) == (1 if saves else 2)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # which dynamo looks at
+def test_a_backward_pass_is_compiled_behind_an_eager_forward_one() -> None:
+    q, k, v = leaves()
+    kernel = fagen.get(q, k, v)
+    eagerly = torch._dynamo.disable(lambda *qkv: kernel(*qkv))
+
+    def step(*qkv: Tensor) -> None:
+        (eagerly(*qkv) * 2).sum().backward()
+
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch.compile(step, backend="aot_eager")(q, k, v)
+    twos = torch.full((2, 4, 12, 8), 2.0)
+    assert_like((q.grad, k.grad, v.grad), of_torch((q, k, v), twos, "none", 0.25))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_graph_computes_the_gradients_that_are_wanted_alone(
+    compiled: bool, machine: FakeMachine
+) -> None:
+    q, k, v = leaves()
+    kernel = fagen.get(q, k, v)
+    k.requires_grad_(False)
+
+    def attend(*qkv: Tensor) -> Tensor:
+        return kernel(*qkv).sum()
+
+    run = torch.compile(attend, fullgraph=True, backend="aot_eager") if compiled else attend
+    run(q, k, v).backward()
+    assert k.grad is None and q.grad is not None and v.grad is not None
+    assert machine.loaded[-1].wanted[-1] == ("DQ", "DV")
+
+
 def test_the_operators_are_as_torch_wants_them() -> None:
     q, k, v = leaves()
     kernel = fagen.get(q, k, v)
@@ -179,7 +249,8 @@ def test_the_operators_are_as_torch_wants_them() -> None:
     torch.library.opcheck(torch.ops.fagen.attention.default, (q, k, v, name, None))
     o, lse = (x.detach() for x in kernel(q, k, v, return_lse=True))
     given = (*(x.detach() for x in (q, k, v)), o, lse, torch.randn_like(o), name, 0.3)
-    torch.library.opcheck(torch.ops.fagen.attention_backward.default, given)
+    for wanted in ([True, True, True], [False, True, False]):
+        torch.library.opcheck(torch.ops.fagen.attention_backward.default, (*given, wanted))
 
 
 def test_an_operator_finds_its_kernel_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,6 +261,37 @@ def test_an_operator_finds_its_kernel_in_another_process(monkeypatch: pytest.Mon
     library.forget()
     out, _ = torch.ops.fagen.attention(q, k, v, kernel._operator, None)
     assert torch.equal(out, right)
+
+
+# Copies and pickles
+
+
+def test_a_copy_of_a_module_shares_its_kernels() -> None:
+    kernel = fagen.get(*leaves())
+    kernel(*leaves()).sum().backward()
+    for one in (kernel, kernel.gradient):
+        assert copy.copy(one) is copy.deepcopy(one) is one
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_pickled_kernel_is_found_anew(direction: Any) -> None:
+    words = {"causal": True, "direction": direction, "deterministic": True}
+    kernel = fagen.get(*leaves(), **words)
+    loaded = pickle.loads(pickle.dumps(kernel))
+    assert loaded is kernel  # of this process
+    library.forget()
+    loaded = pickle.loads(pickle.dumps(kernel))
+    assert loaded is not kernel
+    assert type(loaded) is type(kernel)
+    assert (loaded.problem, loaded.config) == (kernel.problem, kernel.config)
+    assert (loaded.device, loaded.asked) == (kernel.device, kernel.asked)
+
+
+def test_a_kernel_that_is_loaded_without_a_gpu_can_be_read() -> None:
+    kernel = fagen.get(*leaves())
+    function, words = kernel.__reduce__()
+    loaded = function(*words[:-1], "cuda")  # as pickled on a GPU
+    assert loaded.device is None and loaded.source == kernel.source
 
 
 # The kernel of the backward pass by itself
@@ -221,7 +323,9 @@ def test_it_can_be_asked_for_and_says_what_it_is() -> None:
         ({"lse": torch.zeros(2, 4, 12).half()}, "got .* of torch.float16"),
         ({"g": torch.zeros(2, 4, 12, 8).half()}, "g must be"),
         ({"o": torch.zeros(2, 12, 4, 8).transpose(1, 2)}, "o is not contiguous"),
-        ({"g": torch._neg_view(torch.zeros(2, 4, 12, 8))}, "g is a negated view"),
+        ({"g": 1.0}, "g must be a tensor"),
+        ({"lse": None}, "lse must be a tensor"),
+        ({"o": torch._neg_view(torch.zeros(2, 4, 12, 8))}, "o is a negated view"),
         ({"q": torch.zeros(2, 4, 12, 24)}, "differ in head size"),
     ],
 )
@@ -229,6 +333,57 @@ def test_what_no_forward_call_left_is_refused(changed: dict[str, Tensor], said: 
     kernel = fagen.get(*leaves(), direction="backward")
     with pytest.raises(BadInput, match=said):
         called(kernel, **changed)
+
+
+def shifted(x: Tensor) -> Tensor:
+    """At an address that is no multiple of 16 bytes."""
+    room = torch.zeros(x.numel() + 16, dtype=x.dtype)
+    found = room[1 : 1 + x.numel()].view(x.shape).copy_(x)
+    assert found.data_ptr() % 16
+    return found
+
+
+@pytest.mark.parametrize("first", [(), ("g",)])
+@pytest.mark.parametrize(
+    "names", [("q",), ("k",), ("v",), ("g",), ("o",), ("lse",), ("q", "g"), ("o", "lse", "g")]
+)
+def test_any_address_is_seen_whatever_came_before(
+    first: tuple[str, ...], names: tuple[str, ...]
+) -> None:
+    """FakeRunner refuses what a kernel must not be given."""
+    q, k, v = (x.detach() for x in leaves())
+    o, lse = attention(q, k, v, "none", 0.25)
+    given = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "g": torch.randn_like(o)}
+    kernel = fagen.get(q, k, v, direction="backward")
+    right = kernel(**given)
+    for moved in (first, names):
+        found = kernel(**{**given, **{name: shifted(given[name]) for name in moved}})
+        assert_like(found, right)
+
+
+def test_a_negated_gradient_is_made_plain() -> None:
+    q, k, v = leaves()
+    out = fagen.get(q, k, v)(q, k, v)
+    g = torch.randn_like(out)
+    found = torch.autograd.grad(out, (q, k, v), torch._neg_view(g))
+    assert_like(found, of_torch((q, k, v), -g, "none", 0.25))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`")  # of torch's own forward mode
+def test_a_tangent_is_refused_where_it_would_be_lost() -> None:
+    q, k, v = (x.detach() for x in leaves())
+    kernel = fagen.get(q, k, v)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(v, torch.ones_like(v))
+        with pytest.raises(BadInput, match="forward-mode"):
+            kernel(q, k, dual)
+        assert_like([kernel(q, k, v)], [attention(q, k, v, "none", 0.25)[0]])
+
+
+def test_a_scale_that_requires_grad_is_refused() -> None:
+    q, k, v = leaves()
+    with pytest.raises(BadInput, match="scale requires grad"):
+        fagen.get(q, k, v)(q, k, v, scale=torch.tensor(0.3, requires_grad=True))
 
 
 # N10

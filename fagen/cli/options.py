@@ -232,6 +232,9 @@ def _was_given(name: str) -> bool:
 
 def _problem(words: dict[str, Any]) -> Problem | None:
     if words["seq"] is None and words["head_dim"] is None:
+        for name in filter(_was_given, SHAPE_WORDS):
+            option = f"--{name.replace('_', '-')}"
+            raise click.UsageError(f"{option} says nothing without --seq and --head-dim.")
         return None
     if words["seq"] is None or words["head_dim"] is None:
         raise click.UsageError("A shape needs both --seq and --head-dim.")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
 from fagen.cli.options import comma_list, db_option, json_option, place_options, shape_options
 from fagen.cli.output import emit, emit_json, emit_table, note
-from fagen.errors import BadSetting, Interrupted
+from fagen.errors import BadSetting, Interrupted, NoValidConfig
 from fagen.problem import Problem
 from fagen.tune.effort import EFFORTS
 
@@ -73,7 +73,8 @@ def command(
 
     Without a GPU it works offline for --target (default h200): everything but timing.
     Exit code 0 with a winner, 1 without, 130 or 143 when interrupted; what was measured is kept.
-    --direction both tunes a forward pass and then its backward pass; with --json as a list.
+    --direction both tunes a forward pass and then its backward pass, also where that of the first
+    has no winner; with --json as a list of those that have one.
 
     \b
     Example:
@@ -87,41 +88,55 @@ def command(
     if several is not None and (device is not None or target is not None):
         raise BadSetting("--devices stands alone.", "Leave out --device and --target.")
     where, has_gpu = place_of(device if several is None else several[0], target)
+    words = {
+        "target": None if has_gpu else where,
+        "device": device,
+        "devices": several,
+        "effort": effort,
+        "trials": trials,
+        "timeout": timeout,
+        "seed": seed,
+        "db": db,
+    }
     rows: list[Row] = []
+    failed: NoValidConfig | None = None
     for problem in problems:
         if not quiet:
             offline = "" if has_gpu else ", offline: nothing will be timed"
             note(f"Tuning {problem} on {where}{offline}.")
-        with _watcher(quiet) as watcher:
-            from fagen.tune.tuner import tune  # slow to import: the first line is out by now
-
-            stopped: Interrupted | None = None
-            try:
-                result = tune(
-                    problem,
-                    target=None if has_gpu else where,
-                    device=device,
-                    devices=several,
-                    effort=effort,
-                    trials=trials,
-                    timeout=timeout,
-                    seed=seed,
-                    db=db,
-                    on_event=watcher,
-                )
-            except Interrupted as stop:
-                stopped, result = stop, cast("TuneResult", stop.result)
-        if stopped is not None:
-            if result is not None and not as_json:  # with --json an error leaves stdout empty
-                with contextlib.suppress(OSError):  # Ctrl-C ended the reader of a pipe too
-                    _show(result, watcher, db)
-            raise stopped
+        try:
+            result, watcher = _tuned(problem, words, quiet=quiet, as_json=as_json)
+        except NoValidConfig as error:
+            if len(problems) == 1:
+                raise
+            note(f"fagen: {problem}: {error}")
+            failed = error
+            continue
         if as_json:
             rows.append(tuning.tune_row(result, watcher.rejected))
         else:
             _show(result, watcher, db)
-    if as_json:
+    if rows:
         emit_json(rows if len(problems) > 1 else rows[0])
+    if failed is not None:
+        raise click.exceptions.Exit(failed.exit_code)
+
+
+def _tuned(
+    problem: Problem, words: dict[str, Any], *, quiet: bool, as_json: bool
+) -> tuple[TuneResult, Watcher]:
+    """The result, and what was seen on the way. One that is interrupted is shown and raised."""
+    with _watcher(quiet) as watcher:
+        from fagen.tune.tuner import tune  # slow to import: the first line is out by now
+
+        try:
+            return tune(problem, on_event=watcher, **words), watcher
+        except Interrupted as stop:
+            stopped = stop
+    if stopped.result is not None and not as_json:  # with --json an error leaves stdout empty
+        with contextlib.suppress(OSError):  # Ctrl-C ended the reader of a pipe too
+            _show(cast("TuneResult", stopped.result), watcher, words["db"])
+    raise stopped
 
 
 def _watcher(quiet: bool) -> Watcher:

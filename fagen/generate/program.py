@@ -11,6 +11,8 @@ from fagen.config import Config
 from fagen.keys import KEY_HEX
 from fagen.problem import Problem
 
+ROWS_OF_A_TILE = 128  # in what backward kernels keep of each query row
+
 # What a text is called while its key is taken: rows outlive a change of name or header.
 NAMELESS = "kernel"
 
@@ -30,6 +32,12 @@ class Sizes(NamedTuple):
     def rows_beyond_keys(self) -> int:
         """Query rows for which there is no key of their own number."""
         return max(0, self.seq_q - self.seq_kv)
+
+    @property
+    def rows_in_tiles(self) -> int:
+        """Query rows of all heads, those of each filled up to a multiple of ROWS_OF_A_TILE."""
+        tiles = -(-self.seq_q // ROWS_OF_A_TILE)
+        return self.batch * self.heads_q * tiles * ROWS_OF_A_TILE
 
     @property
     def group(self) -> int:

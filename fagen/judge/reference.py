@@ -66,7 +66,8 @@ def truth_gradients(
     dS = P (dP - delta), dQ = scale dS K, dK = scale dS^T Q, dV = P^T g; those of a key head are
     summed over the query heads that share it. (FlashAttention-2, arXiv 2307.08691, section 2.3.)
 
-    A row that sees no key has no part in them, whatever its g.
+    A row that sees no key has no part in them. (A kernel may have its g times 0 in them: NaN where
+    g is not finite.)
     """
     return _differentiate(q, k, v, g, features, scale, _Numbers(torch.float64, torch.float64))
 

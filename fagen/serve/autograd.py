@@ -43,7 +43,10 @@ class _Attend(torch.autograd.Function):
         if g is None:  # nothing depends on O
             return (None,) * 5
         kernel, scale = ctx.call
-        compute = partial(kernel.gradient, scale=scale, wanted=ctx.needs_input_grad[:3])
+        wanted = ctx.needs_input_grad[:3]
+        if torch.compiler.is_compiling():  # a compiled backward pass of an eager forward one
+            return *kernel.traced_gradient(*ctx.saved_tensors, g, scale, wanted), None, None
+        compute = partial(kernel.gradient, scale=scale, wanted=wanted)
         if not is_on():  # which it is where a second derivative is asked for
             return *compute(*ctx.saved_tensors, g), None, None
         found = _Gradients.apply(compute, *ctx.saved_tensors, g)  # type: ignore[no-untyped-call]

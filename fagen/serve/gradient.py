@@ -26,25 +26,35 @@ Wanted = tuple[bool, bool, bool]
 ALL = (True, True, True)
 
 
+class _How(NamedTuple):
+    """What a plan depends on besides the tensors' kinds: which addresses TMA and wide loads take,
+    the sign of the scale, whether bits must repeat, and the caller's wish."""
+
+    aligned: bool
+    aligned_kept: bool
+    aligned_g: bool
+    positive: bool
+    repeatable: bool
+    wanted: Wanted
+
+
 class _Plan(NamedTuple):
     """All that one kind of call needs, and how to tell that kind.
 
-    new: memory for dQ, dK and dV each, none for those that nothing writes. dense_g: whether g is
-    laid out anew first. alike, aligned, positive, repeatable, wanted: what the tensors, their
-    addresses, the scale, torch's switch and the caller's wish are.
+    new: memory for dQ, dK and dV each, none for those that nothing writes. copies_g, copies_kept:
+    whether g, and o and LSE, are laid out anew first. alike, how: what the tensors, and what all
+    else that the plan depends on, are.
     """
 
     launch: Launch
     new: tuple[Callable[[], Tensor], ...]
-    dense_g: bool
+    copies_g: bool
+    copies_kept: bool
     scale: float
     device: int | None
     current_device: Callable[[], int]
     alike: Alike
-    aligned: bool
-    positive: bool
-    repeatable: bool
-    wanted: Wanted
+    how: _How
 
     def run(
         self,
@@ -56,11 +66,13 @@ class _Plan(NamedTuple):
         g: Tensor,
         scale: float | None,
     ) -> Gradients:
-        if self.dense_g:
-            g = g.contiguous()
+        if self.copies_g:
+            g = _copied(g)
+        if self.copies_kept:
+            o, lse = _copied(o), _copied(lse)
         made = [new() for new in self.new]
         self.launch(q, k, v, o, lse, g, *made, self.scale if scale is None else float(scale))
-        dq, dk, dv = (x if want else None for x, want in zip(made, self.wanted, strict=True))
+        dq, dk, dv = (x if want else None for x, want in zip(made, self.how.wanted, strict=True))
         return dq, dk, dv
 
 
@@ -92,9 +104,14 @@ class GradientKernel(Served):
     ) -> Gradients:
         """The gradients of q, k and v, dense, in their dtype; None for those not `wanted`.
 
-        scale: the forward call's, by default 1/sqrt(D). Rows that see no key have no part.
+        scale: the forward call's, by default 1/sqrt(D). Rows that see no key have no part where
+        their g is finite. Autograd sees nothing of this call: what it returns has no graph.
         """
-        plan = self._plan((q, k, v, o, lse, g), scale, wanted)
+        try:
+            plan = self._plan((q, k, v, o, lse, g), scale, wanted)
+        except AttributeError:  # something is no tensor
+            _check_kept(inputs.shape_of(q, k, v), q, g, o, lse)
+            raise
         if plan.device is None or plan.current_device() == plan.device:
             return plan.run(q, k, v, o, lse, g, scale)
         import torch
@@ -105,18 +122,18 @@ class GradientKernel(Served):
     def _plan(self, given: Given, scale: float | None, wanted: Wanted) -> _Plan:
         from torch import are_deterministic_algorithms_enabled
 
-        q, k, v, _, _, g = given
-        pointers = q.data_ptr() | k.data_ptr() | v.data_ptr() | g.data_ptr()
-        aligned = pointers % inputs.ALIGNMENT == 0
-        positive = scale is None or bool(scale >= inputs.LEAST_SCALE)
-        repeatable = self.deterministic or are_deterministic_algorithms_enabled()
-        how = aligned, positive, repeatable, wanted
+        q, k, v, o, lse, g = given
+        dq, dk, dv = wanted
+        how = _How(
+            (q.data_ptr() | k.data_ptr() | v.data_ptr()) % inputs.ALIGNMENT == 0,
+            (o.data_ptr() | lse.data_ptr()) % inputs.ALIGNMENT == 0,
+            g.data_ptr() % inputs.ALIGNMENT == 0,
+            scale is None or bool(scale >= inputs.LEAST_SCALE),
+            self.deterministic or are_deterministic_algorithms_enabled(),
+            (dq, dk, dv),
+        )
         last = self._last
-        if (
-            last is not None
-            and (last.aligned, last.positive, last.repeatable, last.wanted) == how
-            and last.alike(*given)
-        ):
+        if last is not None and last.how == how and last.alike(*given):
             return last
         key = (*map(kind_of, given), how)
         plan = self._plans.get(key)
@@ -128,9 +145,8 @@ class GradientKernel(Served):
         self._last = plan
         return plan
 
-    def _make_plan(self, given: Given, how: tuple[bool, bool, bool, Wanted]) -> _Plan:
+    def _make_plan(self, given: Given, how: _How) -> _Plan:
         q, k, v, o, lse, g = given
-        _, positive, repeatable, wanted = how
         shape = inputs.shape_of(q, k, v)
         _check_kept(shape, q, g, o, lse)
         if not q.shape[1]:
@@ -139,28 +155,37 @@ class GradientKernel(Served):
         inputs.check_promise(self.problem, shape)
         self._check_device(q)
         layout = inputs.layout_of(q, k, v)
-        # torch has gradients of one number for all of a sum's terms.
-        dense_g = layout == "aligned16" and inputs.layout_of(g, g, g) == "any"
-        call = inputs.problem_like(self.problem, shape, layout, not positive)
-        chosen = self._chosen_for(call, repeatable=repeatable)
+        # torch has gradients of one number for all of a sum's terms, and negated ones.
+        unfit = layout == "aligned16" and inputs.layout_of(g, g, g) == "any"
+        copies_g = unfit or g.is_neg()
+        call = inputs.problem_like(self.problem, shape, layout, not how.positive)
+        chosen = self._chosen_for(call, repeatable=how.repeatable)
         assert chosen.prepare is not None
-        names = [name for name, want in zip(GRADIENTS, wanted, strict=True) if want]
+        names = [name for name, want in zip(GRADIENTS, how.wanted, strict=True) if want]
         written = {x for e in chosen.program.entries if e.is_for(names) for x in e.gives}
         shapes = (
             tuple(x.shape) if name in written else (0,)
             for name, x in zip(GRADIENTS, (q, k, v), strict=True)
         )
-        laid = g.new_empty(g.shape) if dense_g else g
+        laid = g.new_empty(g.shape) if copies_g else g
         return _Plan(
             chosen.prepare(q, k, v, laid, wanted=names),
             tuple(allocate(one, q.dtype, q.device) for one in shapes),
-            dense_g,
+            copies_g,
+            not how.aligned_kept,
             1 / math.sqrt(shape.head_dim),
             q.device.index if q.is_cuda else None,
             current_device(),
             alike(*given),
-            *how,
+            how,
         )
+
+
+def _copied(x: Tensor) -> Tensor:
+    """Dense, at an address of its own, and of what it holds where it is a negated view."""
+    import torch
+
+    return x.resolve_neg().clone(memory_format=torch.contiguous_format)
 
 
 def _check_kept(shape: Shape, q: Tensor, g: Tensor, o: Tensor, lse: Tensor) -> None:
@@ -173,13 +198,17 @@ def _check_kept(shape: Shape, q: Tensor, g: Tensor, o: Tensor, lse: Tensor) -> N
         ("g", g, (*rows, shape.head_dim_v), q.dtype),
         ("lse", lse, rows, torch.float32),
     ):
+        if not isinstance(got, torch.Tensor):
+            raise BadInput(f"{name} must be a tensor, got {type(got).__name__}.")
         if tuple(got.shape) != dims or got.dtype != dtype or got.device != q.device:
             raise BadInput(
                 f"{name} must be {dims} of {dtype} on {q.device}, got {tuple(got.shape)} of"
                 f" {got.dtype} on {got.device}.",
                 "Pass what kernel(q, k, v, return_lse=True) gave, and the gradient of its output.",
             )
+        if name == "g":
+            continue
         if got.is_neg():
             raise BadInput(f"{name} is a negated view.", f"Pass {name}.resolve_neg().")
-        if name != "g" and not got.is_contiguous():
+        if not got.is_contiguous():
             raise BadInput(f"{name} is not contiguous.", f"Pass {name}.contiguous().")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fagen.errors import BadInput
 from fagen.run.cuda import allocate, current_device
 from fagen.run.unread import unread_lse
 from fagen.serve import inputs
@@ -17,7 +18,7 @@ from fagen.serve.served import Launch, Served
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fagen.serve.gradient import GradientKernel
+    from fagen.serve.gradient import GradientKernel, Gradients
 
 MOST_PLANS = 256  # remembered calls; varied lengths must not grow the process
 
@@ -68,23 +69,23 @@ class Kernel(Served):
     tensors, and scales <= 0 (or below 2**-126), run on a twin that is made and verified when it is
     first needed.
 
-    Where an input requires grad, `gradient` computes the gradients; under torch.compile, and in
-    graphs that torch makes, it is the operator torch.ops.fagen.attention.
+    Where an input requires grad, `gradient` computes the gradients. Under torch.compile, and
+    wherever torch looks at each operator (make_fx, selective checkpointing), it is the operator
+    torch.ops.fagen.attention.
     """
 
     find_gradient: Callable[[], GradientKernel] = field(repr=False, kw_only=True)
-    found_by: dict[str, Any] = field(repr=False, kw_only=True)  # words of `get`
     _plans: dict[Any, _Plan] = field(default_factory=dict, repr=False)
     _last: _Plan | None = field(default=None, repr=False)
     _operator: str = field(default="", repr=False)  # under which torch.ops.fagen finds it
-    _compiling: Callable[[], bool] = field(default=_never, repr=False)
+    _unusual: Callable[[], bool] = field(default=_never, repr=False)
 
     def __post_init__(self) -> None:
         if self.device is not None:
             from fagen.serve import operator
 
             self._operator = operator.offer(self)
-            self._compiling = operator.compiling
+            self._unusual = operator.unusual
 
     def __call__(
         self,
@@ -100,10 +101,17 @@ class Kernel(Served):
         return_lse: also the log-sum-exp of each row, natural, scale included, fp32 (B, Hq, Sq). It
         has no gradient of its own.
         """
-        if self._compiling():
+        if scale is not None and getattr(scale, "requires_grad", False):
+            raise BadInput(
+                "scale requires grad, and fagen computes no gradient of it.",
+                "Pass float(scale), or scale q: kernel(q * scale, k, v, scale=1.0).",
+            )
+        if self._unusual():
             from fagen.serve import operator
 
-            return operator.traced(q, k, v, self._operator, scale, return_lse)
+            operator.refuse_tangents(q, k, v)
+            if operator.is_watched():
+                return operator.traced(q, k, v, self._operator, scale, return_lse)
         try:
             wants_grad = q.requires_grad or k.requires_grad or v.requires_grad
         except AttributeError:
@@ -131,6 +139,13 @@ class Kernel(Served):
 
         with torch.cuda.device(plan.device):
             return plan.run(q, k, v, scale, return_lse)
+
+    def traced_gradient(self, *given: Any) -> Gradients:
+        """q, k, v, o, lse, g, scale, wanted: `gradient` while torch makes a graph of it."""
+        from fagen.serve import operator
+
+        *tensors, scale, wanted = given
+        return operator.traced_gradient(*tensors, name=self._operator, scale=scale, wanted=wanted)
 
     @cached_property
     def gradient(self) -> GradientKernel:

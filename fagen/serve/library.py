@@ -9,17 +9,17 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from fagen import settings
 from fagen.config import Config
-from fagen.errors import BadProblem, FagenError, NoKernel, VerificationFailed
+from fagen.errors import BadProblem, FagenError, NoDevice, NoKernel, VerificationFailed
 from fagen.generate.families import config_from_dict, repeats
 from fagen.generate.program import Program
-from fagen.problem import Problem
+from fagen.problem import Problem, problem_from_dict
 from fagen.records import runs_ended, shipped
 from fagen.serve.candidates import Candidate, OnMiss, candidates
 from fagen.serve.database import reading
@@ -35,7 +35,7 @@ from fagen.serve.ready import (
     make_ready,
     refuse_spoilt,
 )
-from fagen.serve.served import Chosen
+from fagen.serve.served import Asked, Chosen
 from fagen.target import Target
 
 if TYPE_CHECKING:
@@ -117,14 +117,31 @@ def _made(
 ) -> Kernel | GradientKernel:
     twins: OnMiss = "nearest" if on_miss == "raise" else on_miss
     find = partial(choose, place, twins)
+    words: dict[str, Any] = {"on_miss": twins, "db": place.db, "deterministic": deterministic}
+    asked = Asked(place.target, words)
     if problem.direction == "backward":
         chosen = choose(place, on_miss, problem, repeatable=deterministic)
-        return GradientKernel(problem, chosen, place.device, find, deterministic=deterministic)
+        return GradientKernel(
+            problem, chosen, place.device, find, asked=asked, deterministic=deterministic
+        )
     chosen = choose(place, on_miss, problem)
-    words: dict[str, Any] = {"on_miss": twins, "db": place.db, "deterministic": deterministic}
     backward = replace(problem, direction="backward")
     gradient = partial(get, backward, device=place.device, **words)
-    return Kernel(problem, chosen, place.device, find, find_gradient=gradient, found_by=words)
+    return Kernel(problem, chosen, place.device, find, asked=asked, find_gradient=gradient)
+
+
+def get_again(
+    problem: dict[str, Any], target: Target, words: dict[str, Any], device: str | None
+) -> Kernel | GradientKernel:
+    """A kernel that was pickled, maybe on another machine. device: of which type it had one."""
+    whole = problem_from_dict(problem)
+    if device is not None:
+        with suppress(NoDevice):
+            here: Kernel | GradientKernel
+            here = get(whole, device=None if device == "cuda" else device, **words)
+            return here
+    to_read: Kernel | GradientKernel = get(whole, target=target, **words)
+    return to_read
 
 
 def why(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 from fagen.errors import BadInput, NoDevice
 from fagen.generate.families import repeats
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fagen.problem import Problem
     from fagen.records import Record
     from fagen.serve.candidates import Origin
+    from fagen.target import Target
 
 Launch = Callable[..., None]  # `Runner.launch`
 Prepare = Callable[..., Launch]  # `Runner.prepare`
@@ -45,15 +46,39 @@ class Choose(Protocol):
     ) -> Chosen: ...
 
 
+class Asked(NamedTuple):
+    """How `get` was asked, besides for the problem and the device. words: its keywords."""
+
+    target: Target
+    words: dict[str, Any]
+
+
 @dataclass(eq=False)
 class Served:
-    """A source for a problem, and those for calls that it can't take, found when they come."""
+    """A source for a problem, and those for calls that it can't take, found when they come.
+
+    A copy of one is the same object. A pickled one is asked for anew where it is loaded, on the
+    current device there; without one it can only be read.
+    """
 
     problem: Problem
     chosen: Chosen
     device: torch.device | None
     _choose: Choose = field(repr=False)
     _twins: dict[Any, Chosen] = field(default_factory=dict, repr=False)
+    asked: Asked = field(repr=False, kw_only=True)
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        from fagen.serve.library import get_again
+
+        kind = None if self.device is None else self.device.type
+        return get_again, (self.problem.to_dict(), *self.asked, kind)
 
     @property
     def config(self) -> Config:

@@ -41,4 +41,6 @@ def scalars(
         heads = max(LEAST_ABREAST, 128 * ROWS_ABREAST // (sizes.seq_q * columns))
     else:
         heads = 1
-    return {ARG.name: heads}
+    # No more than there are: then tiles times heads abreast, which a block divides by, are at most
+    # the blocks of a launch, and fit 32 bits.
+    return {ARG.name: min(heads, sizes.batch * sizes.heads_kv)}

@@ -16,10 +16,12 @@ from fagen.generate.families.tiling import (
     size_args,
     stride_args,
 )
-from fagen.generate.program import Arg, Entry, Sizes, Workspace
+from fagen.generate.program import ROWS_OF_A_TILE, Arg, Entry, Sizes, Workspace
 from fagen.problem import Problem
 
-ROWS = 128  # of a block; LSE2 and DELTA hold a multiple of them for each head
+ROWS = ROWS_OF_A_TILE  # of a block; LSE2 and DELTA hold a multiple of them for each head
+# They are read at 32-bit places.
+LIMITS = {"rows_in_tiles": range(1 << 31)}
 TURNS = 2  # of a block, as many as it has tiles of 64 rows
 DELTA_WARPS = 8
 CONVERTED, CONVERT_WARPS = 4096, 4  # elements of a block

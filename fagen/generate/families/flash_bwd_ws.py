@@ -193,7 +193,7 @@ def passes(problem: Problem, knobs: Knobs) -> tuple[Pass, ...]:
 
 
 def limits(problem: Problem, knobs: Knobs) -> dict[str, range]:
-    return {}
+    return bwd_side.LIMITS
 
 
 def tile(knobs: Knobs) -> tuple[int, int]:
