@@ -178,7 +178,8 @@ CASES: list[tuple[Problem, Config]] = [
     (_GRADIENTS_CORNER, _flash_bwd_ws(dq="kernel", q_early=True, early_scores=False)),
     (_GRADIENTS_CORNER, _flash_bwd_ws()),
     (make_problem(1024, 256, direction="backward"), _flash_bwd_roles(q_block_n=32)),
-    (_GRADIENTS_WIDE, _flash_bwd_roles(q_block_n=64, q_early=True, kv_slots=3)),
+    (_GRADIENTS_WIDE, _flash_bwd_roles(q_block_n=64, q_early=True)),
+    (_GRADIENTS_WIDE, _flash_bwd_roles(q_block_n=64, kv_slots=3, kv_early=True)),
     (_GRADIENTS, _flash_bwd()),
     (_GRADIENTS_ODD, _flash_bwd(kv_block_m=32, kv_block_n=32, q_block_m=32, q_block_n=32)),
 ]

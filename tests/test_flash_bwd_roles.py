@@ -38,6 +38,7 @@ CAUSAL: dict[str, dict[str, Any]] = {
 EVERY = list(every_choice(Knobs))
 ONE = Knobs(32, 2, False, 2, 1)
 TWO = Knobs(32, 2, True, 2, 2)
+EARLY = Knobs(32, 2, False, 2, 2, kv_early=True)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -218,10 +219,11 @@ def judged(gates: dict[str, Gate], program: Program) -> Verdict:
 FULL = backward(300, 256, heads=2)
 GROUPED = backward(300, 256, "bottom_right", heads=4, kv_heads=2)
 UNEQUAL = backward(300, 192, "top_left", heads=2, head_dim_v=128, dtype="fp16", scale_sign="any")
+CUT = backward(200, 160, "bottom_right", heads=2, seq_kv=300, head_dim_v=144)
 
 
-@pytest.mark.parametrize("knobs", [ONE, TWO])
-@pytest.mark.parametrize("problem", [FULL, GROUPED, UNEQUAL], ids=str)
+@pytest.mark.parametrize("knobs", [ONE, TWO, EARLY])
+@pytest.mark.parametrize("problem", [FULL, GROUPED, UNEQUAL, CUT], ids=str)
 def test_the_gate_lets_it_through(gates: dict[str, Gate], problem: Problem, knobs: Knobs) -> None:
     verdict = judged(gates, program_of(problem, knobs))
     assert [check for check in verdict.checks if not check.passed] == []

@@ -250,12 +250,13 @@ def judged(gates: dict[str, Gate], program: Program) -> Verdict:
 CORNER = backward(300, 128, "bottom_right", seq_kv=400, heads=4, kv_heads=2)
 GROUPED = backward(300, 64, "top_left", seq_kv=250, heads=4, kv_heads=2)
 FULL = backward(300, 96, head_dim_v=64, heads=2)
+CUT = backward(300, 80, "top_left", heads=2, head_dim_v=96)
 
 
 @pytest.mark.parametrize(
     ("problem", "knobs"),
-    [(CORNER, ADDED), (CORNER, APART), (GROUPED, TALL), (FULL, ADDED)],
-    ids=["corner", "apart", "grouped", "full"],
+    [(CORNER, ADDED), (CORNER, APART), (GROUPED, TALL), (FULL, ADDED), (CUT, ADDED), (CUT, APART)],
+    ids=["corner", "apart", "grouped", "full", "cut", "cut, apart"],
 )
 def test_the_gate_lets_it_through(gates: dict[str, Gate], problem: Problem, knobs: Knobs) -> None:
     verdict = judged(gates, program_of(problem, knobs))

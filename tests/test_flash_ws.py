@@ -17,6 +17,7 @@ from attention import assert_exact, make_inputs, make_outputs, plain_attention
 from fagen.config import Config
 from fagen.generate.families import flash_ws, order
 from fagen.generate.families.base import every_choice
+from fagen.generate.families.parts import parts, width
 from fagen.generate.program import Program, Sizes
 from fagen.generate.render import render
 from fagen.generate.space import seeds_of, why_invalid
@@ -51,7 +52,7 @@ def problem_of(seq_q: int, seq_kv: int, causal: str, head_dim: int = 64, **words
 
 
 def test_a_head_dim_is_cut_where_that_wastes_less():
-    cut = {dim: [part.width for part in flash_ws.parts(dim)] for dim in range(1, 257)}
+    cut = {dim: [part.width for part in parts(dim)] for dim in range(1, 257)}
     assert [cut[dim] for dim in (64, 96, 80, 112, 128, 192, 160, 256)] == [
         *([64], [64, 32], [64, 16], [128], [128], [128, 64], [128, 32], [256]),
     ]
@@ -61,12 +62,12 @@ def test_a_head_dim_is_cut_where_that_wastes_less():
 
 @pytest.mark.parametrize("dim", range(1, 257))
 def test_parts_of_a_head_dim_cover_it_and_do_not_overlap(dim: int):
-    parts = flash_ws.parts(dim)
-    starts = [sum(part.width for part in parts[:i]) for i in range(len(parts))]
-    assert [part.start for part in parts] == starts
-    assert parts[-1].start < dim <= sum(part.width for part in parts)
-    assert len({part.suffix for part in parts}) == len(parts)
-    for part in parts:
+    cut = parts(dim)
+    starts = [sum(part.width for part in cut[:i]) for i in range(len(cut))]
+    assert [part.start for part in cut] == starts
+    assert cut[-1].start < dim <= width(dim) == sum(part.width for part in cut)
+    assert len({part.suffix for part in cut}) == len(cut)
+    for part in cut:
         if part.width < 32:
             continue
         # Registers, lanes and warps: every row and column of the tile has one place.
@@ -79,7 +80,7 @@ def test_parts_of_a_head_dim_cover_it_and_do_not_overlap(dim: int):
 
 @given(dim=st.integers(1, 256))
 def test_a_rescale_takes_no_more_registers_than_a_thread_has(dim: int):
-    for part in flash_ws.parts(dim):
+    for part in parts(dim):
         held = part.width * ROWS // 128
         assert held % part.packed == 0
 

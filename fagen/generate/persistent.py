@@ -7,7 +7,8 @@ all groups' products, which share the tensor cores, whichever is longer.
 from __future__ import annotations
 
 from fagen.generate.families import order
-from fagen.generate.families.flash_ws import ROWS, Knobs, parts, scalars
+from fagen.generate.families.flash_ws import ROWS, Knobs, scalars
+from fagen.generate.families.parts import width
 from fagen.generate.families.tiling import cdiv
 from fagen.generate.program import Sizes
 from fagen.problem import Problem
@@ -76,9 +77,7 @@ def _even_cycles(
 
 def _step_cycles(problem: Problem, target: Target, knobs: Knobs, groups: int) -> float:
     """Of one block of keys against a group's rows, all groups at it."""
-    dim, dim_v = (
-        sum(p.width for p in parts(d)) for d in (problem.shape.head_dim, problem.shape.head_dim_v)
-    )
+    dim, dim_v = width(problem.shape.head_dim), width(problem.shape.head_dim_v)
     rate = target.tensor_tflops * 1e3 / (target.sm_count * target.clock_ghz)
     rate *= knobs.block_n / (knobs.block_n + NARROW_KEYS)
     products = 2.0 * ROWS * knobs.block_n * (dim + dim_v) / rate

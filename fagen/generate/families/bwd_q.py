@@ -10,6 +10,7 @@ from typing import Any
 
 from fagen.generate.families import bwd_order
 from fagen.generate.families.base import Constraint, Pass, knob
+from fagen.generate.families.parts import parts, width
 from fagen.generate.families.tiling import ALIGN_BYTES, cdiv, descriptor, padded, size_args
 from fagen.generate.program import Arg, Entry, Sizes
 from fagen.problem import ITEM_BYTES, Problem
@@ -36,7 +37,7 @@ class Knobs:
 
 def _registers(problem: Problem, knobs: Knobs) -> float:
     """Of a consumer thread: dQ, S and dP."""
-    return (padded(problem.shape.head_dim) + 2 * knobs.q_block_n) / 2 + OTHER_REGISTERS
+    return (width(problem.shape.head_dim) + 2 * knobs.q_block_n) / 2 + OTHER_REGISTERS
 
 
 CONSTRAINTS: tuple[Constraint, ...] = (
@@ -76,6 +77,8 @@ def words(problem: Problem) -> dict[str, Any]:
         "registers": REGISTERS,
         "pad_dim": padded(problem.shape.head_dim),
         "pad_dim_v": padded(problem.shape.head_dim_v),
+        "parts": parts(problem.shape.head_dim),
+        "parts_v": parts(problem.shape.head_dim_v),
         "causal": causal != "none",
         "shift": " + seq_kv - seq_q" if causal == "bottom_right" else "",
     }
@@ -99,7 +102,7 @@ def entry(problem: Problem, knobs: Knobs, name: str) -> Entry:
 
 
 def main_pass(problem: Problem, knobs: Knobs) -> Pass:
-    columns = 2 * padded(problem.shape.head_dim) + padded(problem.shape.head_dim_v)
+    columns = 2 * width(problem.shape.head_dim) + width(problem.shape.head_dim_v)
     return Pass(TILE, knobs.q_block_n, False, columns, 0.0, GROUPS, knobs.q_slots)
 
 

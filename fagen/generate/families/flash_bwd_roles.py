@@ -10,6 +10,7 @@ from typing import Any
 
 from fagen.generate.families import bwd_order, bwd_q, bwd_side
 from fagen.generate.families.base import Constraint, Pass, knob
+from fagen.generate.families.parts import width
 from fagen.generate.families.tiling import cdiv, descriptor, padded, size_args
 from fagen.generate.program import Arg, Entry, Sizes, Workspace
 from fagen.problem import ITEM_BYTES, Problem
@@ -30,6 +31,9 @@ class Knobs(bwd_q.Knobs):
 
     kv_slots: int = knob(2, (2, 3), "tiles of Q and of dO in flight towards dK and dV")
     p_slots: int = knob(2, (1, 2), "tiles of P between the group that makes it and the one of dK")
+    kv_early: bool = knob(
+        False, (False, True), "queue QK^T and dO V^T of the next step before dV and dK of this one"
+    )
 
 
 CONSTRAINTS: tuple[Constraint, ...] = (
@@ -58,10 +62,11 @@ def seeds(problem: Problem, target: Target) -> list[Knobs]:
     """At D256 one slot of P or two were 1 % apart on one H200, and 32 keys in two slots are all
     that fits beside dQ. Where values have 128 columns, 64 keys and three slots fit as well."""
     wide, narrow = Knobs(q_block_n=64), Knobs(q_block_n=32)
-    found = []
+    three = replace(wide, kv_slots=3, kv_early=True)
+    found = [three, replace(three, q_early=True), replace(three, p_slots=1)]
     for knobs in (wide, narrow):
         found += [knobs, replace(knobs, p_slots=1), replace(knobs, q_early=True)]
-    return [*found, replace(wide, kv_slots=3), replace(narrow, kv_slots=3)]
+    return [*found, replace(wide, kv_slots=3), replace(narrow, kv_early=True)]
 
 
 def repeats(knobs: Knobs) -> bool:
@@ -123,7 +128,7 @@ def adds(knobs: Knobs) -> bool:
 
 
 def passes(problem: Problem, knobs: Knobs) -> tuple[Pass, ...]:
-    columns = 2 * (padded(problem.shape.head_dim) + padded(problem.shape.head_dim_v))
+    columns = 2 * (width(problem.shape.head_dim) + width(problem.shape.head_dim_v))
     kv = Pass(ROWS, KEYS, True, columns, 0.0, 2, knobs.kv_slots)
     return kv, bwd_q.main_pass(problem, knobs)
 

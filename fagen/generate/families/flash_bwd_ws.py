@@ -7,6 +7,7 @@ from typing import Any
 
 from fagen.generate.families import bwd_order, bwd_q, bwd_side
 from fagen.generate.families.base import Constraint, Pass, knob
+from fagen.generate.families.parts import width
 from fagen.generate.families.tiling import ALIGN_BYTES, cdiv, descriptor, padded, size_args
 from fagen.generate.program import Arg, Entry, Sizes, Workspace
 from fagen.problem import ITEM_BYTES, Problem
@@ -57,7 +58,7 @@ def _share(problem: Problem, knobs: Knobs) -> int:
 
 def _accumulators(problem: Problem, knobs: Knobs) -> int:
     """S, dP, dK and dV in registers of a thread."""
-    columns = padded(problem.shape.head_dim) + padded(problem.shape.head_dim_v)
+    columns = width(problem.shape.head_dim) + width(problem.shape.head_dim_v)
     return (2 * knobs.kv_block_m + columns) // 2
 
 
@@ -186,8 +187,8 @@ def adds(knobs: Knobs) -> bool:
 
 
 def passes(problem: Problem, knobs: Knobs) -> tuple[Pass, ...]:
-    dim, dim_v = padded(problem.shape.head_dim), padded(problem.shape.head_dim_v)
-    columns = (3 if adds(knobs) else 2) * dim + 2 * dim_v
+    dim, dim_v = width(problem.shape.head_dim), width(problem.shape.head_dim_v)
+    columns = 2 * (dim + dim_v) + (padded(problem.shape.head_dim) if adds(knobs) else 0)
     kv = Pass(knobs.kv_block_m, GROUPS * KEYS, True, columns, 0.0, GROUPS, knobs.kv_slots)
     return (kv,) if adds(knobs) else (kv, bwd_q.main_pass(problem, knobs))
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 from fagen.generate.families import order
 from fagen.generate.families.base import Constraint, knob
+from fagen.generate.families.parts import parts, width
 from fagen.generate.families.tiling import cdiv
 from fagen.generate.program import Arg, Entry, Sizes, Workspace
 from fagen.problem import ITEM_BYTES, Problem
@@ -89,46 +89,6 @@ class Knobs:
     )
 
 
-class Part(NamedTuple):
-    """Columns [start, start + width) of a head dim, as one tile; `suffix` of its names."""
-
-    start: int
-    width: int
-    suffix: str
-
-    @property
-    def half(self) -> int:
-        """Columns of Q that stay in registers where half of them do."""
-        return self.width // 2
-
-    @property
-    def packed(self) -> int:
-        """Registers of a thread that one rescale takes: all it has of the tile, at most 32."""
-        return min(32, self.width // 2)
-
-    @property
-    def registers(self) -> list[list[int]]:
-        """Bases of a tile held eight neighbouring columns a thread (64 rows, four warps)."""
-        wide = [[0, 1 << bit] for bit in range(5, self.width.bit_length() - 1)]
-        return [[0, 1], [0, 2], [0, 4], [8, 0], *wide]
-
-
-@cache
-def parts(dim: int) -> tuple[Part, ...]:
-    """A head dim as one tile, or as two where that wastes less: 96 = 64 + 32, 192 = 128 + 64."""
-    whole = max(16, 1 << (dim - 1).bit_length())
-    rest = dim - whole // 2
-    second = max(16, 1 << (rest - 1).bit_length())
-    if whole // 2 + second < whole:
-        return Part(0, whole // 2, ""), Part(whole // 2, second, "_2")
-    return (Part(0, whole, ""),)
-
-
-@cache
-def _width(dim: int) -> int:
-    return sum(part.width for part in parts(dim))
-
-
 def _groups(knobs: Knobs) -> int:
     return knobs.block_m // ROWS
 
@@ -146,8 +106,8 @@ def _registers(problem: Problem, knobs: Knobs) -> float:
     flight the probabilities take the place of the scores."""
     held = {"shared": 0.0, "half": 0.25, "registers": 0.5}[knobs.queries]
     blocks = 1.0 if knobs.in_flight == 1 else 1.5
-    words = _width(problem.shape.head_dim_v) + blocks * knobs.block_n
-    return (words + held * _width(problem.shape.head_dim)) / 2
+    words = width(problem.shape.head_dim_v) + blocks * knobs.block_n
+    return (words + held * width(problem.shape.head_dim)) / 2
 
 
 def _fits_registers(problem: Problem, knobs: Knobs) -> bool:
@@ -266,8 +226,7 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         lambda p, t, k: (
             k.in_flight == 2
             or (
-                _width(p.shape.head_dim_v) <= 96
-                and not _fits_registers(p, replace(k, in_flight=2))
+                width(p.shape.head_dim_v) <= 96 and not _fits_registers(p, replace(k, in_flight=2))
             )
         ),
     ),
@@ -358,7 +317,7 @@ def _seeds(problem: Problem) -> list[Knobs]:
     causal = problem.features.causal != "none"
     seq_q, seq_kv = problem.shape.seq_q, problem.shape.seq_kv
     halved = causal and seq_q <= seq_kv
-    wide = _width(problem.shape.head_dim) + _width(problem.shape.head_dim_v)
+    wide = width(problem.shape.head_dim) + width(problem.shape.head_dim_v)
     if wide <= 128:
         four = _kept(Knobs(256, 64, 6, "finish", output="queries"))
         long = _kept(Knobs(192, 128, 3, "finish", ping_pong=True, output="queries"))
@@ -562,7 +521,7 @@ def tile(knobs: Knobs) -> tuple[int, int]:
 
 def shared_bytes(problem: Problem, knobs: Knobs) -> int:
     item = ITEM_BYTES[problem.shape.dtype]
-    dim, dim_v = _width(problem.shape.head_dim), _width(problem.shape.head_dim_v)
+    dim, dim_v = width(problem.shape.head_dim), width(problem.shape.head_dim_v)
     keys = knobs.slots * knobs.block_n * (dim + dim_v)
     rows = _q_slots(knobs) * ROWS * dim
     out = _groups(knobs) * ROWS * dim_v if knobs.output == "tma" else 0
