@@ -40,7 +40,7 @@ def edited(program: Program, what: str, old: str, new: str) -> Program:
     """The Program with `new` wherever `old`, a regular expression, stands; named for `what`."""
     source, count = re.subn(old, new, program.source)
     assert count > 0, f"{what}: {old} is not in {program.name}"
-    name = f"{program.name}_{re.sub('[^a-z0-9]+', '_', what)}"
+    name = f"{program.name}_{re.sub('[^A-Za-z0-9]+', '_', what)}"
     return replace(
         program,
         name=name,

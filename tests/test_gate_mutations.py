@@ -48,6 +48,11 @@ def test_every_family_has_a_dozen_faults_and_there_are_fifty_variants():
     assert len(set(VARIANTS)) >= 50
 
 
+def test_faults_have_names_of_their_own():
+    names = [mutated(fault).name for family in MUTATIONS.values() for fault in family]
+    assert len(set(names)) == len(names)
+
+
 # T01
 @pytest.mark.parametrize("mutation", PLANTED, ids=lambda m: f"{m.case[1].family}: {m.name}")
 def test_planted_fault_is_caught(interpreter: Child, mutation: Mutation):
