@@ -172,6 +172,8 @@ CASES: list[tuple[Problem, Config]] = [
     (_WIDE_PADDED, _flash_ws(boundary="finish", output="stores", rescale="under_scores")),
     (_GRADIENTS, _flash_bwd_ws()),
     (_GRADIENTS, _flash_bwd_ws(dq="kernel")),
+    (_GRADIENTS, _flash_bwd_ws(dq="kernel", persistent=True)),
+    (_GRADIENTS_CAUSAL, _flash_bwd_ws(kv_block_m=128, persistent=True)),
     (_GRADIENTS, _flash_bwd_ws(dq="ordered", early_scores=False)),
     (_GRADIENTS_CAUSAL, _flash_bwd_ws(kv_block_m=128, early_scores=False)),
     (_GRADIENTS_CAUSAL, _flash_bwd_ws(kv_block_m=128, dq="ordered")),

@@ -35,6 +35,7 @@ TALL = Knobs(kv_block_m=128, early_scores=False)
 APART = Knobs(kv_block_m=64, dq="kernel")
 ORDERED = Knobs(kv_block_m=64, dq="ordered")
 ORDERED_TALL = Knobs(kv_block_m=128, dq="ordered")
+WALKING = replace(ADDED, persistent=True)
 
 
 @pytest.fixture(autouse=True)
@@ -115,6 +116,9 @@ CAUSAL = ["none", "top_left", "bottom_right"]
         (64, APART),
         (128, ORDERED),
         (64, ORDERED_TALL),
+        (96, WALKING),
+        (64, replace(TALL, persistent=True)),
+        (128, replace(APART, persistent=True)),
     ],
 )
 def test_gradients_are_exact(seq: int, seq_kv: int, causal: str, dim: int, knobs: Knobs) -> None:
@@ -191,6 +195,23 @@ def test_heads_in_several_lots_are_exact(
     monkeypatch.setattr(flash_bwd_ws, "scalars", lambda *_: {"abreast": 2})
     problem = backward(140, 64, causal, seq_kv=300, batch=1, heads=5)
     assert why_wrong(program_of(problem, replace(knobs, kv_block_m=128))) is None
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 2, 7, 100])
+@pytest.mark.parametrize("causal", CAUSAL)
+def test_blocks_that_walk_take_every_tile(causal: str, multiprocessors: int) -> None:
+    problem = backward(200, 64, causal, seq_kv=700, batch=2, heads=3)
+    program = program_of(problem, replace(WALKING, kv_block_m=128))
+    inputs = inputs_of(problem, 0.2)
+    outputs = [torch.full_like(x, torch.nan) for x in inputs[:3]]
+    stepper = Stepper(program, sm_count=multiprocessors)
+    stepper.launch(*inputs, *outputs, 0.2)
+    right = launched(program_of(problem, TALL), inputs, 0.2)
+    assert all(torch.allclose(x, y, atol=2e-3) for x, y in zip(outputs, right, strict=True))
+
+
+def test_blocks_that_wait_for_turns_are_launched_in_order() -> None:
+    assert why_broken(backward(200, 128), replace(ORDERED, persistent=True)) is not None
 
 
 @pytest.mark.parametrize("knobs", [APART, ORDERED])
@@ -304,15 +325,31 @@ ORDER = {
     "the wrong phase": (r"\(before & 1\) \^ 1", "before & 1"),
     "a slot that is kept": (r"mbarrier.expect\(q.empty.*", "pass"),
 }
+# Of blocks that take one tile after another.
+WALKING_ORDER = {
+    "K overwritten while the tile before is written": (r"\n +mbarrier.wait\(free.*", ""),
+    "K handed over while it is written": (
+        r"tma.store_wait\(0\)\n +mbarrier.arrive\(free.*",
+        "mbarrier.arrive(free.index(0))",
+    ),
+    "dS of the last step is kept": (r"mbarrier.expect\(ds.empty.index\(last.*", "pass"),
+    "counts begin anew": (r"start \+= steps", "start += 0"),
+    "K of the tile before": (r"k.full.index\(0\), round & 1", "k.full.index(0), 0"),
+}
 
 
-@pytest.mark.parametrize("fault", ORDER)
-def test_a_fault_of_order_shows(fault: str) -> None:
-    problem = backward(500, 128, seq_kv=200, heads=1)
+@pytest.mark.parametrize(
+    ("fault", "knobs"),
+    [*((fault, ADDED) for fault in ORDER), *((fault, WALKING) for fault in WALKING_ORDER)],
+)
+def test_a_fault_of_order_shows(fault: str, knobs: Knobs) -> None:
+    walks = knobs.persistent
+    seq, seq_kv = (300, 1000) if walks else (500, 200)
+    problem = backward(seq, 128, seq_kv=seq_kv, heads=1)
     inputs = inputs_of(problem, 0.2)
-    program = program_of(problem, ADDED)
+    program = program_of(problem, knobs)
     right = launched(program, inputs, 0.2)
-    broken = edited(program, fault, *ORDER[fault])
+    broken = edited(program, fault, *(WALKING_ORDER if walks else ORDER)[fault])
 
     def shows(seed: int) -> bool:
         # A partition may also run so far ahead that the phase of a barrier comes round again.

@@ -14,6 +14,7 @@ from fagen.generate.program import Arg, Sizes
 from fagen.problem import Problem
 
 ARG = Arg("abreast", "i32")
+BLOCKS = Arg("blocks", "i32")  # tiles of all heads, which fewer blocks take one after another
 # Best, or within 1 % of it, among 1 to 64 heads abreast on an H200: D64, D128 and D256, N1024 to
 # N16384, 16384 rows and 2048 columns of all heads in each.
 # Rows of all heads abreast, of 128 columns: what L2 holds with room to spare. At least so many

@@ -40,6 +40,9 @@ class Knobs(bwd_q.Knobs):
         "where dQ is summed: in memory by the kernel for dK and dV, in no order or by each block "
         "in its turn, or in a kernel of its own; all but the first give the same bits every time",
     )
+    persistent: bool = knob(
+        False, (False, True), "blocks that take one tile of keys after another towards dK and dV"
+    )
 
 
 NO_KERNEL = {name: getattr(Knobs(), name) for name in ("q_block_n", "q_slots", "q_early")}
@@ -83,6 +86,11 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         lambda p, t, k: (
             k.dq == "kernel" or all(getattr(k, x) == kept for x, kept in NO_KERNEL.items())
         ),
+    ),
+    Constraint(
+        "turns_are_launched",
+        "Blocks that wait for others rely on the order in which all are launched.",
+        lambda p, t, k: not (k.persistent and k.dq == "ordered"),
     ),
     Constraint(
         "kv_shared_memory",
@@ -156,6 +164,7 @@ def entries(problem: Problem, knobs: Knobs, name: str) -> tuple[Entry, ...]:
         Arg("scale_log2", "fp32"),
         *size_args(),
         bwd_order.ARG,
+        *([bwd_order.BLOCKS] if knobs.persistent else []),
     )
     return (
         bwd_side.entry(problem, name, clears=reduces, ordered=ordered),
@@ -167,15 +176,22 @@ def entries(problem: Problem, knobs: Knobs, name: str) -> tuple[Entry, ...]:
 def grid(
     problem: Problem, knobs: Knobs, entry: int, sizes: Sizes, sm_count: int
 ) -> tuple[int, int, int]:
+    blocks = _blocks(sizes)
     return (
         bwd_side.grid(sizes),
-        (cdiv(sizes.seq_kv, GROUPS * KEYS) * sizes.batch * sizes.heads_kv, 1, 1),
+        (min(blocks, sm_count) if knobs.persistent else blocks, 1, 1),
         bwd_side.convert_grid(sizes) if adds(knobs) else bwd_q.grid(sizes),
     )[entry]
 
 
 def scalars(problem: Problem, knobs: Knobs, sizes: Sizes, sm_count: int) -> dict[str, int]:
-    return bwd_order.scalars(problem, sizes, knobs.kv_block_m, turns=knobs.dq == "ordered")
+    order = bwd_order.scalars(problem, sizes, knobs.kv_block_m, turns=knobs.dq == "ordered")
+    return order | ({bwd_order.BLOCKS.name: _blocks(sizes)} if knobs.persistent else {})
+
+
+def _blocks(sizes: Sizes) -> int:
+    """Tiles of keys, of all heads."""
+    return cdiv(sizes.seq_kv, GROUPS * KEYS) * sizes.batch * sizes.heads_kv
 
 
 def workspaces(knobs: Knobs, sizes: Sizes) -> tuple[Workspace, ...]:
