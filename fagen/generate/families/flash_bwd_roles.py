@@ -60,7 +60,8 @@ def why_unsupported(problem: Problem, target: Target) -> str | None:
 
 def seeds(problem: Problem, target: Target) -> list[Knobs]:
     """At D256 one slot of P or two were 1 % apart on one H200, and 32 keys in two slots are all
-    that fits beside dQ. Where values have 128 columns, 64 keys and three slots fit as well."""
+    that fits beside dQ. Where values have 128 columns, 64 keys and three slots fit as well, and
+    the next step's products queued won with them (D192/128, N4096)."""
     wide, narrow = Knobs(q_block_n=64), Knobs(q_block_n=32)
     three = replace(wide, kv_slots=3, kv_early=True)
     found = [three, replace(three, q_early=True), replace(three, p_slots=1)]
